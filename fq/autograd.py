@@ -1,0 +1,325 @@
+"""One autograd.Function per differentiable primitive, for all backends, and the opaque calls around them.
+
+The recipe: the calls marked `allow_in_graph` take tensors and constants only (a QTensor as its leaves and
+Spec), so Dynamo guards what the constants were read from and never traces the kernels. Backends supply a
+kernel and its adjoint; every backward applies a Function again, so derivatives of any order compose.
+Nothing is saved but the inputs: a backward keeps the packed weight.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fq import numerics
+from fq.backends.registry import kernels, resolve
+from fq.dynamo import allow_in_graph
+from fq.layouts import Layout, block
+from fq.layouts.element import Float
+from fq.layouts.layout import changed
+from fq.layouts.layout import layout as parse
+from fq.layouts.storage import CANONICAL
+from fq.qtensor import QTensor, Spec, canonical_leaf, from_leaves, to_leaves
+
+
+def plain(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is off on a device."""
+    on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
+def is_transformed() -> bool:
+    """Whether a torch.func transform or forward-mode level is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def wants_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def without_act(q: QTensor) -> QTensor:
+    """Return q without activation quantization: what derivatives see (straight-through)."""
+    if q.layout.act is None and q.input_scale is None:
+        return q
+    return replace(q, layout=changed(q.layout.key, act=None), input_scale=None)
+
+
+def run_matmul(x: Tensor, bias: Tensor | None, q: QTensor, backend: str, adjoint: bool) -> Tensor:
+    """Run the kernel: x (*lead, M, K) against q's packed axis, or x (*lead, M, R) against its rows."""
+    if not adjoint:
+        return resolve("linear", backend, x, q).function(x, q, bias)
+    kernel = resolve("linear_adjoint", backend, x, q)
+    return kernel.function(x, q)
+
+
+def _backward_backend(x: Tensor, q: QTensor, backend: str, adjoint: bool) -> tuple[str, QTensor]:
+    """Return the backend of a derivative: the same where it has the kernel, else the reference on canonical bytes."""
+    name = "linear_adjoint" if adjoint else "linear"
+    for kernel in kernels(name):
+        if kernel.backend != "reference" and backend in ("auto", kernel.backend) and kernel.supports(x, q) is None:
+            return kernel.backend, q
+    return "reference", canonical_leaf(q)
+
+
+class MatMul(torch.autograd.Function):
+    """y = x Wᵀ + bias (adjoint=False) or x W (adjoint=True), W the stored matrix of q; q's leaves come last."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None, spec: Spec, backend: str, adjoint: bool, *leaves: Tensor) -> Tensor:
+        with plain(x.device):
+            return run_matmul(x, bias, from_leaves(leaves, spec), backend, adjoint)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, bias, ctx.spec, ctx.backend, ctx.adjoint, *leaves = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        wanted = any(ctx.needs_input_grad[5:]) or forward_ad._current_level >= 0
+        x = x if wanted else None  # only gradients of scales need the activation
+        ctx.save_for_backward(x, *leaves)  # packed, never dense
+        ctx.save_for_forward(x, *leaves)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, *leaves = ctx.saved_tensors
+        gx = gb = None
+        gl: list[Tensor | None] = [None] * len(leaves)
+        with plain(g.device):
+            q = without_act(from_leaves(leaves, ctx.spec))
+            if ctx.needs_input_grad[0]:
+                gx = _derivative(g, q, ctx.backend, not ctx.adjoint).to(ctx.dtype)
+            if ctx.needs_input_grad[1]:
+                gb = g.sum(tuple(range(g.ndim - 1))).to(ctx.bias_dtype)
+            if any(ctx.needs_input_grad[5:]):
+                if ctx.spec != to_leaves(q)[1]:
+                    x = _seen(x, from_leaves(leaves, ctx.spec))
+                a, b = (g, x) if not ctx.adjoint else (x, g)
+                gw = a.to(torch.float32).mT @ b.to(torch.float32)
+                grads = numerics.leaf_gradients(_differentiable(q), gw)
+                gl[: len(grads)] = grads
+        return gx, gb, None, None, None, *gl
+
+    @staticmethod
+    def jvp(ctx: Any, xt: Any, bt: Any, _spec: Any, _backend: Any, _adjoint: Any, *tangents: Any) -> Tensor:
+        x, *leaves = ctx.saved_tensors
+        with plain(x.device):
+            full = from_leaves(leaves, ctx.spec)
+            q = without_act(full)
+            y = None if xt is None else _derivative(xt, q, ctx.backend, ctx.adjoint)
+            if any(t is not None for t in tangents):
+                wt = numerics.leaf_tangent(_differentiable(q), list(tangents))
+                if wt is not None:
+                    seen = _seen(x, full).to(torch.float32)
+                    part = (seen @ (wt if ctx.adjoint else wt.mT)).to(x.dtype)
+                    y = part if y is None else y + part
+            if bt is not None:
+                y = bt if y is None else y + bt
+        if y is None:
+            rows = leaves[0].shape[-2] if not ctx.adjoint else full.inner[0]
+            return x.new_zeros((*x.shape[:-1], rows))
+        return y.to(x.dtype).expand(*x.shape[:-1], y.shape[-1])
+
+
+def _differentiable(q: QTensor) -> QTensor:
+    if q.layout.storage != CANONICAL:
+        raise ValueError(
+            f"gradient of scales: storage {q.layout.storage!r} keeps them merged; differentiate fq.canonical(q)"
+        )
+    return q
+
+
+def _seen(x: Tensor, q: QTensor) -> Tensor:
+    """Return the activation that the weight met, with the identity as its derivative."""
+    if q.layout.act is None:
+        return x
+    rounded = numerics.dequantize_matrix(numerics.quantize_activation(x.detach().to(torch.float32), q)).to(x.dtype)
+    return x + (rounded - x).detach()
+
+
+def _derivative(g: Tensor, q: QTensor, backend: str, adjoint: bool) -> Tensor:
+    backend, q = _backward_backend(g, q, backend, adjoint)
+    leaves, spec = to_leaves(q)
+    return MatMul.apply(g, None, spec, backend, adjoint, *leaves)
+
+
+class Dequantize(torch.autograd.Function):
+    """The stored matrix of q in `dtype`; differentiable in float scales and zero points."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(spec: Spec, dtype: torch.dtype, backend: str, *leaves: Tensor) -> Tensor:
+        q = from_leaves(leaves, spec)
+        return resolve("dequantize", backend, q, dtype).function(q, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.spec, ctx.dtype, _, *leaves = inputs
+        ctx.save_for_backward(*leaves)
+        ctx.save_for_forward(*leaves)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        q = _differentiable(from_leaves(ctx.saved_tensors, ctx.spec))
+        gl: list[Tensor | None] = [None] * len(ctx.saved_tensors)
+        grads = numerics.leaf_gradients(q, g.to(torch.float32))
+        gl[: len(grads)] = grads
+        return None, None, None, *gl
+
+    @staticmethod
+    def jvp(ctx: Any, _spec: Any, _dtype: Any, _backend: Any, *tangents: Any) -> Tensor | None:
+        q = _differentiable(from_leaves(ctx.saved_tensors, ctx.spec))
+        t = numerics.leaf_tangent(q, list(tangents))
+        return None if t is None else t.to(ctx.dtype)
+
+
+class FakeQuantize(torch.autograd.Function):
+    """dequantize(quantize(x)) with straight-through gradients, and LSQ gradients for a given scale."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, key: str) -> Tensor:
+        q = numerics.quantize_matrix(x.to(torch.float32), parse(key), scale=scale, zero_point=zero_point)
+        return numerics.dequantize_matrix(q).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, scale, zero_point, ctx.key = inputs
+        ctx.given = (scale is not None, zero_point is not None)
+        saved = [t for t in (x, scale, zero_point) if t is not None]
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, scale, zero, spread, slope, factor, clipped, layout = _fake_parts(ctx)
+        gx = torch.where(clipped, 0.0, g) if ctx.needs_input_grad[0] else None
+        gs = gz = None
+        g32 = g.to(torch.float32)
+        if scale is not None and ctx.needs_input_grad[1] and _learns(layout):
+            gs = (block.reduce(g32 * slope, layout.block, torch.sum) * factor).to(scale.dtype).expand_as(scale)
+        if zero is not None and ctx.needs_input_grad[2] and layout.zero_point == "float":
+            gz = block.reduce(torch.where(clipped, g32, 0.0), layout.block, torch.sum).to(zero.dtype)
+        return gx, gs, gz, None
+
+    @staticmethod
+    def jvp(ctx: Any, xt: Any, st: Any, zt: Any, _key: Any) -> Tensor:
+        x, _, _, spread, slope, factor, clipped, layout = _fake_parts(ctx)
+        out = torch.zeros_like(x) if xt is None else torch.where(clipped, 0.0, xt)
+        shape = (x.shape[-2], x.shape[-1])
+        if st is not None and _learns(layout):
+            out = out + slope * factor * block.expand(st.to(torch.float32), shape, layout.block)
+        if zt is not None and layout.zero_point == "float":
+            out = out + torch.where(clipped, block.expand(zt.to(torch.float32), shape, layout.block), 0.0)
+        return out.to(x.dtype)
+
+
+def _learns(layout: Layout) -> bool:
+    """Whether scales of this layout can have a gradient: plain floats, not e8m0, e4m3 or nested."""
+    return layout.scale in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _fake_parts(ctx: Any) -> tuple[Any, ...]:
+    """Return x, scale, zero, scale per element, d(output)/d(scale), LSQ's factor, what clips, layout."""
+    saved = list(ctx.saved_tensors)
+    x = saved.pop(0)
+    scale = saved.pop(0) if ctx.given[0] else None
+    zero = saved.pop(0) if ctx.given[1] else None
+    layout, element = parse(ctx.key), parse(ctx.key).element
+    x32 = x.detach().to(torch.float32)
+    q = numerics.quantize_matrix(
+        x32,
+        layout,
+        scale=None if scale is None else scale.detach(),
+        zero_point=None if zero is None else zero.detach(),
+    )
+    shape = (x.shape[-2], x.shape[-1])
+    spread = block.expand(numerics.load_scale(q.scale, q.layout.scale), shape, layout.block)
+    centred = numerics._centred(q, shape)
+    offset = 0.0
+    if layout.zero_point is not None:
+        zeros = block.expand(numerics.load_zero(q.zero_point, q.layout), shape, layout.block)
+        offset = zeros / spread if layout.zero_point != "int" else 0.0
+        low, high = (element.min - zeros, element.max - zeros) if layout.zero_point == "int" else (element.min, element.max)
+    else:
+        low, high = element.min, element.max
+    value = x32 / spread - offset
+    half = 0.5
+    if isinstance(element, Float):
+        half = 2.0 ** (element.max_exponent - element.mantissa - 1)
+    slack = 1 + 2.0**-20  # amax/(amax/7.5) may be an ulp above 7.5
+    clipped = (value > (high + half) * slack) | (value < (low - half) * slack)
+    slope = torch.where(clipped, centred, centred - value)
+    rows, cols = layout.block
+    count = (shape[0] if rows == -1 else min(rows, shape[0])) * (shape[1] if cols == -1 else min(cols, shape[1]))
+    factor = 1.0 / (max(count, 1) * element.max) ** 0.5
+    return x, scale, zero, spread, slope, factor, clipped, layout
+
+
+# --- opaque calls ---
+
+
+@allow_in_graph
+def call_matmul(x: Tensor, bias: Tensor | None, spec: Spec, backend: str, adjoint: bool, *leaves: Tensor) -> Tensor:
+    if wants_grad(x, bias, *leaves) or is_transformed():
+        for leaf in leaves:
+            if leaf.is_inference() and wants_grad(x, bias, *leaves):
+                raise RuntimeError(
+                    "linear: the weight was made under inference_mode and cannot be saved for a backward; "
+                    "call fq.QTensor.clone() on it outside inference_mode, or quantize under no_grad"
+                )
+        return MatMul.apply(x, bias, spec, backend, adjoint, *leaves)
+    return MatMul.forward(x, bias, spec, backend, adjoint, *leaves)
+
+
+@allow_in_graph
+def call_dequantize(spec: Spec, dtype: torch.dtype, backend: str, *leaves: Tensor) -> Tensor:
+    if wants_grad(*leaves) or is_transformed():
+        return Dequantize.apply(spec, dtype, backend, *leaves)
+    return Dequantize.forward(spec, dtype, backend, *leaves)
+
+
+@allow_in_graph
+def call_fake_quantize(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, key: str) -> Tensor:
+    with plain(x.device):
+        return FakeQuantize.apply(x, scale, zero_point, key)
+
+
+@allow_in_graph
+def call_quantize(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    outer_scale: Tensor | None,
+    noise: Tensor | None,
+    key: str,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    layout = parse(key)
+    kernel = resolve("quantize", backend, x, layout)
+    with plain(x.device):
+        q = kernel.function(x, layout, scale, zero_point, outer_scale, noise)
+    return tuple(to_leaves(q)[0])
+
+
+@allow_in_graph
+def call_embedding(ids: Tensor, spec: Spec, dtype: torch.dtype, backend: str, *leaves: Tensor) -> Tensor:
+    q = from_leaves(leaves, spec)
+    if wants_grad(*leaves) or is_transformed():
+        rows, spec = to_leaves(q[ids.reshape(-1)])
+        return call_dequantize(spec, dtype, "reference", *rows).reshape(*ids.shape, q.inner[0])
+    return resolve("embedding", backend, ids, q, dtype).function(ids, q, dtype)
+
+
+@allow_in_graph
+def call_codes(primitive: str, backend: str, x: Tensor, *constants: int) -> Tensor:
+    """Run a primitive on codes or bytes: nothing to differentiate."""
+    return resolve(primitive, backend, x, *constants).function(x, *constants)

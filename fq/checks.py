@@ -1,0 +1,63 @@
+"""Checks of what primitives are given: a wrong kind is a TypeError, a wrong value a ValueError."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fq.layouts import Layout, block
+from fq.layouts import scale as scales
+from fq.layouts.packing import row_bytes
+from fq.layouts.storage import CANONICAL
+from fq.qtensor import QTensor
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_float(what: str, name: str, x: Any) -> None:
+    """Raise TypeError unless x is a tensor of a float dtype of at least 16 bits."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what}: {name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{what}: {name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
+
+
+def check_qtensor(what: str, q: Any) -> None:
+    """Raise unless q is a QTensor whose children fit its layout."""
+    if not isinstance(q, QTensor):
+        raise TypeError(f"{what}: expected a QTensor, got {type(q).__name__}; quantize it first")
+    if q.layout.storage == CANONICAL:
+        _check_children(what, q)
+
+
+def _check_children(what: str, q: QTensor) -> None:
+    layout, data = q.layout, q.data
+    size = prod(q.inner)
+    if data.dtype != layout.element.storage_dtype:
+        raise ValueError(f"{what}: {layout.key} data must be {layout.element.storage_dtype}, got {data.dtype}")
+    width = row_bytes(size, layout.element.bits)
+    if data.shape[-1] != width:
+        raise ValueError(f"{what}: {size} columns of {layout.key} take {width} bytes, data has {data.shape[-1]}")
+    rows = data.shape[-2] if data.ndim > 1 else 1
+    grid = block.grid((rows, size), layout.block)
+    for name, child, kind in (("scale", q.scale, layout.scale), ("zero_point", q.zero_point, layout.zero_point)):
+        if (child is None) != (kind is None):
+            raise ValueError(f"{what}: {layout.key} {'has no' if kind is None else 'needs a'} {name}")
+        if isinstance(child, QTensor):
+            if child.layout.element != getattr(kind, "element", None):
+                raise ValueError(f"{what}: {name} of {layout.key} is quantized as {child.layout.key}")
+            _check_children(f"{what}: {name}", child)
+        elif child is None:
+            continue
+        elif isinstance(kind, Layout):
+            raise ValueError(f"{what}: {name} of {layout.key} must be a QTensor, got a tensor")
+        elif name == "scale" and child.dtype != scales.stored_dtype(layout.scale):  # type: ignore[arg-type]
+            raise ValueError(
+                f"{what}: scale of {layout.key} must be {scales.stored_dtype(layout.scale)}, got {child.dtype}"  # type: ignore[arg-type]
+            )
+        shape = tuple(child.shape[-2:]) if data.ndim > 1 else (1, *child.shape)
+        if shape != grid:
+            raise ValueError(f"{what}: {name} of {layout.key} must be a block grid of {grid}, got {shape}")

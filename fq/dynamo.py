@@ -1,0 +1,59 @@
+"""Marks that torch.compile reads, made without importing it (torch._dynamo takes 1.4 s)."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _MarkOnImport(importlib.abc.MetaPathFinder):
+    """Mark the collected functions right after somebody else has imported torch._dynamo."""
+
+    functions: list[Callable[..., Any]] = []
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != "torch._dynamo":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            for function in self.functions:
+                module.allow_in_graph(function)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def allow_in_graph(function: F) -> F:
+    """Make `function` one opaque node for Dynamo: its Python runs on fake tensors and is not traced.
+
+    Its arguments must be tensors and constants; what it decides from constants is guarded because
+    the caller, which is traced, read them.
+    """
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.allow_in_graph(function)
+    if not _MarkOnImport.functions:
+        sys.meta_path.insert(0, _MarkOnImport())
+    _MarkOnImport.functions.append(function)
+    return function
+
+
+def constant(function: F) -> F:
+    """Let Dynamo call `function` on constants while it traces and keep the result.
+
+    It sets the one attribute that torch.compiler.assume_constant_result sets after importing Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,66 @@
+"""Blocks of a matrix: the one notion of granularity. `-1` is a whole dimension, the last block may be smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Block = tuple[int, int]
+
+
+def count(size: int, block: int) -> int:
+    """Return how many blocks cover `size` elements; a whole dimension is one block, even when empty."""
+    return 1 if block == -1 else (size + block - 1) // block
+
+
+def grid(shape: tuple[int, int], block: Block) -> tuple[int, int]:
+    """Return the shape of the block grid over a matrix of `shape`."""
+    return count(shape[0], block[0]), count(shape[1], block[1])
+
+
+def reduce(x: Tensor, block: Block, op: Callable[..., Tensor]) -> Tensor:
+    """Reduce each block of a matrix (..., R, C) to one number: (..., rows, cols) of the grid.
+
+    `op` is torch.amax, torch.amin or torch.sum; an empty block gives 0.
+    """
+    return _reduce_axis(_reduce_axis(x, -1, block[1], op), -2, block[0], op)
+
+
+def _reduce_axis(x: Tensor, dim: int, block: int, op: Callable[..., Tensor]) -> Tensor:
+    size = x.shape[dim]
+    if block == 1:
+        return x
+    if block == -1:
+        if size == 0:
+            shape = list(x.shape)
+            shape[dim] = 1
+            return x.new_zeros(shape)
+        return op(x, dim, keepdim=True)
+    whole = size // block
+    parts = []
+    if whole:
+        parts.append(op(x.narrow(dim, 0, whole * block).unflatten(dim, (whole, block)), dim if dim == -1 else -2))
+    if size % block:
+        parts.append(op(x.narrow(dim, whole * block, size % block), dim, keepdim=True))
+    if not parts:
+        return x
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def expand(values: Tensor, shape: tuple[int, int], block: Block) -> Tensor:
+    """Repeat a block grid (..., rows, cols) so that it broadcasts against the matrix (..., R, C)."""
+    return _expand_axis(_expand_axis(values, -1, shape[1], block[1]), -2, shape[0], block[0])
+
+
+def _expand_axis(values: Tensor, dim: int, size: int, block: int) -> Tensor:
+    if block in (1, -1):  # one value per element, or one for all: broadcasting does it
+        return values
+    return values.repeat_interleave(block, dim).narrow(dim, 0, size)
+
+
+def stored(shape: tuple[int, int], block: Block) -> Block:
+    """Return `block` with -1 in place of a size that covers its dimension; a block of one stays one."""
+    rows, cols = block
+    return (-1 if 1 < rows >= shape[0] else rows), (-1 if 1 < cols >= shape[1] else cols)

@@ -1,0 +1,183 @@
+"""Scales: how a block's scale is chosen (rules) and how it is kept (dtypes).
+
+A linear rule gives a block statistic and a constant divisor, `scale = statistic / divisor`, so that a
+nested scale can fold its own divisor into the same single division. An MX rule gives an e8m0 byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fq.layouts.element import Codebook, Element, Float, Int, UInt, power_of_two
+
+E8M0 = "e8m0"  # kept as uint8 bytes: Inductor's CPU code generator does not know float8_e8m0fnu
+ScaleDtype = torch.dtype | str
+
+_NAMES: dict[str, ScaleDtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    E8M0: E8M0,
+}
+# The smallest scale of each dtype by which dividing is safe; DESIGN's floor for an underflow.
+_FLOORS: dict[ScaleDtype, float] = {
+    torch.float32: 2.0**-126,
+    torch.bfloat16: 2.0**-126,
+    torch.float16: 2.0**-24,
+    torch.float8_e4m3fn: 2.0**-9,
+}
+
+
+def dtype_name(dtype: ScaleDtype) -> str:
+    """Return the name under which a scale dtype stands in a layout's text."""
+    for name, value in _NAMES.items():
+        if value == dtype:
+            return name
+    raise ValueError(f"scale: expected one of {', '.join(_NAMES)}, got {dtype}")
+
+
+def dtype_of(name: str | torch.dtype) -> ScaleDtype:
+    """Return the scale dtype that `name` spells; torch dtypes pass through, float8_e8m0fnu is "e8m0"."""
+    if name == torch.float8_e8m0fnu:
+        return E8M0
+    if isinstance(name, torch.dtype):
+        return _NAMES[dtype_name(name)]
+    if name not in _NAMES:
+        raise ValueError(f"scale: expected one of {', '.join(_NAMES)} or a Layout, got {name!r}")
+    return _NAMES[name]
+
+
+def stored_dtype(dtype: ScaleDtype) -> torch.dtype:
+    """Return the dtype of the tensor that holds scales of `dtype`."""
+    return torch.uint8 if isinstance(dtype, str) else dtype
+
+
+def floor_to(scale: Tensor, smallest: float, largest: float) -> Tensor:
+    """Keep the magnitude of `scale` in [smallest, largest], sign and NaN as they are."""
+    scale = torch.where(scale.abs() < smallest, torch.copysign(torch.full_like(scale, smallest), scale), scale)
+    return torch.clamp(scale, -largest, largest)
+
+
+def store(scale: Tensor, dtype: ScaleDtype) -> Tensor:
+    """Round float32 scales to the dtype they are kept in; underflow is floored, overflow saturates."""
+    if isinstance(dtype, str):
+        return _ceil_byte(scale)
+    scale = floor_to(scale, _FLOORS[dtype], torch.finfo(dtype).max)
+    return torch.where(torch.isnan(scale), torch.nan, scale).to(dtype)
+
+
+def load(scale: Tensor, dtype: ScaleDtype) -> Tensor:
+    """Return kept scales as float32, exactly."""
+    if not isinstance(dtype, str):
+        return scale.to(torch.float32)
+    byte = scale.to(torch.int32)
+    value = power_of_two(torch.clamp(byte, 1, 254) - 127)
+    value = torch.where(byte == 0, 2.0**-127, value)
+    return torch.where(byte == 255, torch.nan, value)
+
+
+# --- rules ---
+
+
+def absmax_divisor(element: Element) -> float:
+    """Return what amax is divided by, so that amax reaches the end of the code range."""
+    if isinstance(element, Int):
+        return ((1 << element.bits) - 1) / 2
+    return element.max
+
+
+def _absmax(low: Tensor, high: Tensor, element: Element) -> tuple[Tensor, float]:
+    return torch.maximum(-low, high), absmax_divisor(element)
+
+
+def _absmax_narrow(low: Tensor, high: Tensor, element: Element) -> tuple[Tensor, float]:
+    return torch.maximum(-low, high), element.max
+
+
+def _absmax_full(low: Tensor, high: Tensor, element: Element) -> tuple[Tensor, float]:
+    return torch.where(high >= -low, high, low), element.min
+
+
+def _minmax(low: Tensor, high: Tensor, element: Element) -> tuple[Tensor, float]:
+    return high - low, element.max - element.min
+
+
+LINEAR_RULES: dict[str, Callable[[Tensor, Tensor, Element], tuple[Tensor, float]]] = {
+    "absmax": _absmax,
+    "absmax_narrow": _absmax_narrow,
+    "absmax_full": _absmax_full,
+    "minmax": _minmax,
+}
+
+
+def _byte(exponent: Tensor, amax: Tensor) -> Tensor:
+    byte = torch.clamp(exponent + 127, 0, 254)
+    return torch.where(torch.isfinite(amax), byte, 255).to(torch.uint8)
+
+
+def _ceil_byte(scale: Tensor) -> Tensor:
+    """Round up to a power of two: the block's largest element then never saturates."""
+    mantissa, exponent = torch.frexp(scale.abs())
+    return _byte(torch.where(scale == 0, -127, exponent - (mantissa == 0.5).to(torch.int32)), scale)
+
+
+def _mx_floor(amax: Tensor, element: Float) -> Tensor:
+    return _byte(torch.where(amax == 0, -127, torch.frexp(amax)[1] - 1 - element.max_exponent), amax)
+
+
+def _mx_ceil(amax: Tensor, element: Float) -> Tensor:
+    mantissa, exponent = torch.frexp(amax)
+    up = exponent - (mantissa == 0.5).to(torch.int32)
+    return _byte(torch.where(amax == 0, -127, up - element.max_exponent), amax)
+
+
+def _mx_even(amax: Tensor, element: Float) -> Tensor:
+    mantissa, exponent = torch.frexp(amax)
+    carry = (mantissa >= 1 - 2.0 ** -(element.mantissa + 2)).to(torch.int32)
+    return _byte(torch.where(amax == 0, -127, exponent - 1 + carry - element.max_exponent), amax)
+
+
+def _mx_rceil(amax: Tensor, element: Float) -> Tensor:
+    reciprocal = float(torch.tensor(1.0 / element.max, dtype=torch.float32))
+    byte = _ceil_byte(amax * reciprocal)
+    return torch.where(torch.isfinite(amax), byte, 255).to(torch.uint8)
+
+
+MX_RULES: dict[str, Callable[[Tensor, Float], Tensor]] = {
+    "floor": _mx_floor,
+    "ceil": _mx_ceil,
+    "rceil": _mx_rceil,
+    "even": _mx_even,
+}
+RULES = (*LINEAR_RULES, *MX_RULES)
+
+
+def default_rule(element: Element, scale: object, zero_point: object) -> str:
+    """Return the rule that a layout has when none is named."""
+    if zero_point is not None:
+        return "minmax"
+    if scale == E8M0 and isinstance(element, Float):
+        return "even" if element.bits == 4 else "rceil"
+    return "absmax"
+
+
+def check_rule(rule: str, element: Element, scale: object, zero_point: object) -> None:
+    """Raise unless `rule` can choose a scale for this element, scale and zero point."""
+    if rule not in RULES:
+        raise ValueError(f"Layout: unknown rule {rule!r}; known are {', '.join(RULES)}")
+    if rule in MX_RULES and not (scale == E8M0 and isinstance(element, Float)):
+        raise ValueError(f"Layout: rule {rule!r} chooses e8m0 scales of float elements, got {element.name}")
+    if (rule == "minmax") != (zero_point is not None):
+        raise ValueError("Layout: a zero point goes with rule 'minmax', and only with it")
+    if rule in ("absmax_narrow", "absmax_full") and not isinstance(element, Int):
+        raise ValueError(f"Layout: rule {rule!r} is for signed integers, got {element.name}")
+    if zero_point is not None and not isinstance(element, Int | UInt):
+        raise ValueError(f"Layout: a zero point goes with integer elements, got {element.name}")
+    if rule == "absmax_narrow" and element.max == 0:
+        raise ValueError("Layout: 'absmax_narrow' has no positive code at 1 bit")
+    if isinstance(element, Codebook) and rule != "absmax":
+        raise ValueError(f"Layout: a codebook takes rule 'absmax', got {rule!r}")

@@ -1,0 +1,125 @@
+"""The text form of layouts, `ELEMENT[:OPTION]*[@ACT]`: written and parsed, exactly inverse."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from fq.layouts import scale as scales
+from fq.layouts.element import E2M1, E4M3, E5M2, NF4, Element, Float, Int, UInt, element
+from fq.layouts.storage import CANONICAL, STORAGES
+
+# What a head stands for: element, block, scale, zero point. A nested scale is spelled as text.
+_HEADS: dict[str, tuple[Element, tuple[int, int], Any, str | None]] = {
+    "int8": (Int(8), (1, -1), torch.float32, None),
+    "int4": (Int(4), (1, 128), torch.float32, "float"),
+    **{f"int{b}": (Int(b), (1, 128), torch.float32, None) for b in (1, 2, 3, 5, 6, 7)},
+    **{f"uint{b}": (UInt(b), (1, 128), torch.float32, "int") for b in range(1, 9)},
+    "fp8": (E4M3, (1, -1), torch.float32, None),
+    "e5m2": (E5M2, (1, -1), torch.float32, None),
+    "mxfp4": (E2M1, (1, 32), scales.E8M0, None),
+    "mxfp6": (Float(3, 2), (1, 32), scales.E8M0, None),
+    "mxfp8": (E4M3, (1, 32), scales.E8M0, None),
+    "nvfp4": (E2M1, (1, 16), "fp8:tensor", None),
+    "nf4": (NF4, (1, 64), torch.float32, None),
+}
+_ZEROS = {"sym": None, "asym": "float", "int-zp": "int"}
+
+
+def _head(name: str) -> tuple[Element, tuple[int, int], Any, str | None]:
+    return _HEADS[name] if name in _HEADS else (element(name), (1, -1), torch.float32, None)
+
+
+def write(layout: Any) -> str:
+    """Return the shortest text of a layout, the first by head where two are as short."""
+    names = [n for n, h in _HEADS.items() if h[0] == layout.element] or [layout.element.name]
+    options = min((_options(layout, name) for name in names), key=len)
+    text = ":".join(options)
+    return text if layout.act is None else f"{text}@{layout.act.key}"
+
+
+def _options(layout: Any, name: str) -> list[str]:
+    _, block, scale, zero_point = _head(name)
+    out = [name]
+    if layout.block != block:
+        rows, cols = layout.block
+        if (rows, cols) == (-1, -1):
+            out.append("tensor")
+        elif rows == 1:
+            out.append("row" if cols == -1 else f"g{cols}")
+        else:
+            out.append(f"block{rows}x{cols}")
+    if layout.zero_point != zero_point:
+        nested = {None: "sym", "float": "asym", "int": "int-zp"}
+        out.append(nested[layout.zero_point] if layout.zero_point in nested else f"zp=({layout.zero_point.key})")
+    nested_scale = getattr(layout.scale, "key", None)
+    if nested_scale is not None and nested_scale != scale:
+        out.append(f"scale=({nested_scale})")
+    elif nested_scale is None and layout.scale != scale:
+        out.append(f"scale={scales.dtype_name(layout.scale)}")
+    if layout.axis != -1:
+        out.append("axis-2")
+    if layout.rule != scales.default_rule(layout.element, layout.scale, layout.zero_point):
+        out.append(layout.rule)
+    if layout.storage != CANONICAL:
+        out.append(layout.storage)
+    return out
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """Split at `mark` outside parentheses."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        if char == mark and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    if depth:
+        raise ValueError(f"layout: unbalanced parentheses in {text!r}")
+    return parts
+
+
+def parse(text: str, make: Any) -> Any:
+    """Return `make(element, block, scale, zero_point, axis, storage, act, rule)` of a text."""
+    body, *acts = _split(text, "@")
+    if len(acts) > 1:
+        raise ValueError(f"layout: expected at most one '@', got {text!r}")
+    name, *options = _split(body, ":")
+    kind, block, scale, zero_point = _head(name)
+    axis, storage, rule = -1, CANONICAL, None
+    for option in options:
+        if match := re.fullmatch(r"g(\d+)", option):
+            block = (1, int(match[1]))
+        elif option in ("row", "token"):
+            block = (1, -1)
+        elif option == "tensor":
+            block = (-1, -1)
+        elif match := re.fullmatch(r"block(-?\d+)x(-?\d+)", option):
+            block = (int(match[1]), int(match[2]))
+        elif option in _ZEROS:
+            zero_point = _ZEROS[option]
+        elif match := re.fullmatch(r"(scale|zp)=\((.*)\)", option):
+            if match[1] == "scale":
+                scale = match[2]
+            else:
+                zero_point = parse(match[2], make)
+        elif option.startswith("scale="):
+            scale = scales.dtype_of(option.removeprefix("scale="))
+        elif option == "axis-2":
+            axis = -2
+        elif option in scales.RULES:
+            rule = option
+        elif option in STORAGES:
+            storage = option
+        else:
+            raise ValueError(
+                f"layout: unknown option {option!r} in {text!r}; options are g32, row, token, tensor, block128x128, "
+                f"sym, asym, int-zp, axis-2, scale=DTYPE, {', '.join(scales.RULES)}, {', '.join(STORAGES)}"
+            )
+    if isinstance(scale, str) and scale != scales.E8M0:
+        scale = parse(scale, make)
+    act = parse(acts[0], make) if acts else None
+    return make(kind, block, scale, zero_point, axis, storage, act, rule)

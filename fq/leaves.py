@@ -1,0 +1,111 @@
+"""Other leaf types: FakeQuantized, a float weight whose matmuls also imitate activation quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fq.layouts import Layout
+from fq.primitives import fake_quantize
+from fq.qtensor import QTensor, apply_rule, register_rule
+
+
+@dataclass(frozen=True, eq=False)
+class FakeQuantized:
+    """A fake-quantized weight and the layout in which a matmul fake-quantizes its other operand.
+
+    weight: a float tensor, already on the grid of its format; act: a Layout. Made by
+    `fake_quantize_params` for layouts with `act`; everything stays differentiable.
+    """
+
+    weight: Tensor
+    act: Layout
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def ndim(self) -> int:
+        return self.weight.ndim
+
+    @property
+    def T(self) -> FakeQuantized:
+        return replace(self, weight=self.weight.T)
+
+    @property
+    def mT(self) -> FakeQuantized:
+        return replace(self, weight=self.weight.mT)
+
+    def __matmul__(self, other: Any) -> Any:
+        return apply_rule(FakeQuantized, torch.matmul, (self, other), None)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return apply_rule(FakeQuantized, torch.matmul, (other, self), None)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return apply_rule(cls, func, args, kwargs)
+
+
+pytree.register_pytree_node(
+    FakeQuantized,
+    lambda q: ([q.weight], q.act),
+    lambda children, act: FakeQuantized(next(iter(children)), act),
+    serialized_type_name="fq.FakeQuantized",
+    to_dumpable_context=lambda act: act.key,
+    from_dumpable_context=lambda key: _layout(key),
+)
+
+LEAF_TYPES: tuple[type, ...] = (QTensor, FakeQuantized)
+
+
+def _layout(key: str) -> Layout:
+    from fq.layouts import layout
+
+    return layout(key)
+
+
+def _imitate(x: Tensor, act: Layout) -> Tensor:
+    """Fake-quantize x along its last dimension, its rows flattened as the primitives flatten them."""
+    return fake_quantize(x.reshape(-1, x.shape[-1]), act).reshape(x.shape)
+
+
+def _rule(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            register_rule(function, FakeQuantized)(rule)
+        return rule
+
+    return register
+
+
+@_rule(F.linear)
+def _linear(input: Tensor, weight: FakeQuantized, bias: Tensor | None = None) -> Tensor:
+    return F.linear(_imitate(input, weight.act), weight.weight, bias)
+
+
+@_rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+def _matmul(a: Any, b: Any) -> Tensor:
+    if isinstance(b, FakeQuantized):
+        return torch.matmul(_imitate(a, b.act), b.weight)
+    return torch.matmul(a.weight, _imitate(b.mT, a.act).mT)
+
+
+@_rule(torch.addmm, Tensor.addmm)
+def _addmm(input: Tensor, a: Tensor, b: FakeQuantized, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return torch.addmm(input, _imitate(a, b.act), b.weight, beta=beta, alpha=alpha)

@@ -1,0 +1,225 @@
+"""The numeric contract in plain torch ops: matrices to codes and scales, and back, with its derivative.
+
+Everything here works on stored matrices (*lead, R, C) in float32; `perm`, `pre_scale`, `inner` and `axis`
+are the primitives' business. It is what `reference` registers, and what defines right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fq.layouts import Layout, block
+from fq.layouts import scale as scales
+from fq.layouts.element import Int, UInt
+from fq.layouts.layout import layout as parse
+from fq.layouts.packing import pack, unpack
+from fq.qtensor import QTensor, stored_key
+
+AFFINE_FLOOR = 1e-6  # MSLK's smallest group range
+
+
+def quantize_matrix(
+    x: Tensor,
+    layout: Layout,
+    *,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    outer_scale: Tensor | None = None,
+    noise: Tensor | None = None,
+    divisor: float = 1.0,
+    is_scale: bool = False,
+) -> QTensor:
+    """Quantize x/divisor, x: (*lead, R, C) float32.
+
+    `divisor` lets nested scales be chosen in one division: their own scale is statistic/(divisor·d).
+    With `is_scale` the values are scales, which never become zero.
+    """
+    shape = (x.shape[-2], x.shape[-1])
+    element, origin = layout.element, None
+    statistic = None
+    if scale is None:
+        low, high = _extremes(x, layout)
+        kept, statistic = _choose(low, high, layout, divisor, outer_scale)
+        if layout.zero_point == "float" and layout.scale == torch.float32:
+            origin = low  # MSLK subtracts the minimum itself, not z - 8s
+    else:
+        low = None
+        kept = _keep(scale.to(torch.float32), layout.scale, 1.0, outer_scale)
+    wide = load_scale(kept, layout.scale)
+    zero = None
+    if layout.zero_point is not None:
+        if zero_point is None:
+            if low is None:
+                raise ValueError("quantize: a layout with a zero point needs zero_point= where scale= is given")
+            zero_point = _choose_zero(low, statistic, wide, layout)
+        zero = _keep_zero(zero_point, layout)
+    spread = block.expand(wide, shape, layout.block)
+    if layout.zero_point is None:
+        value = (x if divisor == 1.0 else x / divisor) / spread
+        if is_scale:
+            value = scales.floor_to(value, element.smallest, element.max)
+        codes = element.encode(value, noise)
+    elif layout.zero_point == "int":
+        assert isinstance(element, Int | UInt)
+        codes = element.encode(x / spread + block.expand(load_zero(zero, layout), shape, layout.block), noise)
+    else:
+        assert isinstance(element, Int | UInt)
+        if origin is None:
+            origin = load_zero(zero, layout) + element.min * wide
+        codes = element.encode((x - block.expand(origin, shape, layout.block)) / spread, noise, element.min)
+    data = pack(codes, element.bits) if element.bits < 8 else codes
+    return QTensor(data, kept, parse(stored_key(layout, shape)), torch.float32, (shape[1],), zero)
+
+
+def _extremes(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return the block minimum and maximum, with zero in their range unless the zero point is a float."""
+    if layout.rule in ("minmax", "absmax_full"):
+        low, high = block.reduce(x, layout.block, torch.amin), block.reduce(x, layout.block, torch.amax)
+        if layout.zero_point == "int":
+            low, high = torch.clamp(low, max=0.0), torch.clamp(high, min=0.0)
+        return low, high
+    high = block.reduce(x.abs(), layout.block, torch.amax)
+    return -high, high
+
+
+def _choose(
+    low: Tensor, high: Tensor, layout: Layout, divisor: float, outer_scale: Tensor | None
+) -> tuple[Any, Tensor]:
+    """Return the kept scale and the block statistic it came from; blocks with NaN or inf get NaN."""
+    finite = torch.isfinite(low) & torch.isfinite(high)
+    if layout.rule in scales.MX_RULES:
+        amax = torch.where(finite, high, torch.nan)
+        return scales.MX_RULES[str(layout.rule)](amax / divisor, layout.element), amax  # type: ignore[arg-type]
+    statistic, own = scales.LINEAR_RULES[str(layout.rule)](low, high, layout.element)
+    largest = torch.finfo(torch.float32).max  # a difference that overflows saturates
+    statistic = torch.where(finite, torch.clamp(statistic, -largest, largest), torch.nan)
+    if layout.zero_point is not None and layout.zero_point != "int":
+        statistic = torch.clamp(statistic, min=AFFINE_FLOOR)
+    return _keep(statistic, layout.scale, divisor * own, outer_scale), statistic
+
+
+def _keep(statistic: Tensor, kind: Any, divisor: float, outer_scale: Tensor | None) -> Any:
+    """Store statistic/divisor as a scale of `kind`: a tensor, or a QTensor where the layout nests."""
+    if isinstance(kind, Layout):
+        return quantize_matrix(statistic, kind, scale=outer_scale, divisor=divisor, is_scale=True)
+    return scales.store(statistic if divisor == 1.0 else statistic / divisor, kind)
+
+
+def _choose_zero(low: Tensor, statistic: Tensor | None, scale: Tensor, layout: Layout) -> Tensor:
+    element = layout.element
+    assert statistic is not None
+    if layout.zero_point == "int":
+        zero = torch.clamp(torch.round(element.min - low / scale), element.min, element.max)
+        return torch.where(torch.isnan(statistic), 0.0, zero)
+    return torch.where(torch.isnan(statistic), torch.nan, low - element.min * scale)
+
+
+def _keep_zero(zero: Tensor, layout: Layout) -> Any:
+    if isinstance(layout.zero_point, Layout):
+        return quantize_matrix(zero.to(torch.float32), layout.zero_point)
+    if layout.zero_point == "int":
+        return zero.to(torch.int8 if isinstance(layout.element, Int) else torch.uint8)
+    dtype = zero_dtype(layout)
+    largest = torch.finfo(dtype).max
+    return torch.clamp(zero.to(torch.float32), -largest, largest).to(dtype)
+
+
+def zero_dtype(layout: Layout) -> torch.dtype:
+    """Return the dtype of a float zero point: the scale's own where that is a plain float."""
+    plain = layout.scale in (torch.float32, torch.float16, torch.bfloat16)
+    return layout.scale if plain else torch.float32  # type: ignore[return-value]
+
+
+def load_scale(kept: Any, kind: Any) -> Tensor:
+    """Return kept scales in float32 over their block grid; nested ones are the one product block·outer."""
+    return dequantize_matrix(kept) if isinstance(kind, Layout) else scales.load(kept, kind)
+
+
+def load_zero(kept: Any, layout: Layout) -> Tensor:
+    return dequantize_matrix(kept) if isinstance(layout.zero_point, Layout) else kept.to(torch.float32)
+
+
+def decode_matrix(q: QTensor) -> Tensor:
+    """Return the decoded elements (*lead, R, C) float32, before scale and zero point."""
+    element = q.layout.element
+    size = 1
+    for n in q.inner:
+        size *= n
+    codes = unpack(q.data, element.bits, size) if element.bits < 8 else q.data
+    return element.decode(codes)
+
+
+def _centred(q: QTensor, shape: tuple[int, int]) -> Tensor:
+    """Return what the scale multiplies."""
+    codes = decode_matrix(q)
+    if q.layout.zero_point != "int":
+        return codes
+    return codes - block.expand(load_zero(q.zero_point, q.layout), shape, q.layout.block)
+
+
+def dequantize_matrix(q: QTensor) -> Tensor:
+    """Return the stored matrix (*lead, R, C) in float32."""
+    codes = decode_matrix(q)
+    shape = (codes.shape[-2], codes.shape[-1])
+    spread = block.expand(load_scale(q.scale, q.layout.scale), shape, q.layout.block)
+    if q.layout.zero_point is None:
+        return codes * spread
+    zero = block.expand(load_zero(q.zero_point, q.layout), shape, q.layout.block)
+    return (codes - zero) * spread if q.layout.zero_point == "int" else codes * spread + zero
+
+
+def quantize_activation(x: Tensor, q: QTensor) -> QTensor:
+    """Quantize x (*lead, M, K) as `q.layout.act` says, with q's static scale if it has one."""
+    act = q.layout.act
+    assert act is not None
+    if q.input_scale is None:
+        return quantize_matrix(x, act)
+    if isinstance(act.scale, Layout):
+        return quantize_matrix(x, act, outer_scale=q.input_scale)
+    shape = block.grid((x.shape[-2], x.shape[-1]), act.block)
+    return quantize_matrix(x, act, scale=q.input_scale.expand(*x.shape[:-2], *shape))
+
+
+def leaf_gradients(q: QTensor, g: Tensor) -> list[Tensor | None]:
+    """Return the adjoint of `dequantize_matrix`: gradients of q's leaves, in their order; codes have none.
+
+    g: (*lead, R, C) float32.
+    """
+    shape = (g.shape[-2], g.shape[-1])
+    out: list[Tensor | None] = [None]
+    gs = block.reduce(g * _centred(q, shape), q.layout.block, torch.sum)
+    out += leaf_gradients(q.scale, gs) if isinstance(q.scale, QTensor) else [_as_leaf(gs, q.scale)]
+    if q.zero_point is not None:
+        gz = block.reduce(g, q.layout.block, torch.sum)
+        if isinstance(q.zero_point, QTensor):
+            out += leaf_gradients(q.zero_point, gz)
+        else:
+            out.append(_as_leaf(gz, q.zero_point))
+    return out
+
+
+def _as_leaf(g: Tensor, leaf: Tensor) -> Tensor | None:
+    return g.to(leaf.dtype) if leaf.dtype.is_floating_point and leaf.dtype.itemsize > 1 else None
+
+
+def leaf_tangent(q: QTensor, tangents: list[Tensor | None]) -> Tensor | None:
+    """Return the derivative of `dequantize_matrix` along tangents of q's leaves; None is zero. Consumes the list."""
+    tangents.pop(0)  # codes
+    ts = leaf_tangent(q.scale, tangents) if isinstance(q.scale, QTensor) else tangents.pop(0)
+    tz = None
+    if q.zero_point is not None:
+        tz = leaf_tangent(q.zero_point, tangents) if isinstance(q.zero_point, QTensor) else tangents.pop(0)
+        tz = None if q.layout.zero_point == "int" else tz
+    if ts is None and tz is None:
+        return None
+    codes = decode_matrix(q)
+    shape = (codes.shape[-2], codes.shape[-1])
+    out = torch.zeros_like(codes)
+    if ts is not None:
+        out = _centred(q, shape) * block.expand(ts.to(torch.float32), shape, q.layout.block)
+    if tz is not None:
+        out = out + block.expand(tz.to(torch.float32), shape, q.layout.block)
+    return out

@@ -1,0 +1,396 @@
+"""The public pure functions: checks, shapes, and the choice of backend.
+
+x: (..., K) activations; q: a QTensor of logical shape (N, K). `perm` and `pre_scale` are applied here, to
+the activation, so that no kernel knows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fq import autograd
+from fq.backends.registry import requested
+from fq.checks import check_float, check_qtensor
+from fq.layouts import Layout, block
+from fq.layouts.packing import row_bytes
+from fq.layouts.storage import CANONICAL
+from fq.qtensor import QTensor, canonical_leaf, from_leaves, spec_of, to_leaves
+from fq.structure import map_lead, select_row
+
+# --- quantize and back ---
+
+
+def quantize(
+    x: Tensor,
+    layout: Layout,
+    *,
+    scale: Tensor | float | None = None,
+    zero_point: Tensor | None = None,
+    outer_scale: Tensor | float | None = None,
+    input_scale: Tensor | float | None = None,
+    noise: Tensor | None = None,
+    inner: int = 1,
+    backend: str = "auto",
+) -> QTensor:
+    """Quantize x: (*lead, N, *inner) to `layout`; not differentiable, see `fake_quantize`.
+
+    The input is read as float32, divided by the scale as stored (IEEE division), rounded once to nearest
+    even, and saturated. A block with NaN or inf gets a NaN scale and dequantizes to NaN, all of it.
+
+    Args:
+        x: float tensor of at least one dimension; blocks run along the trailing dimensions.
+        layout: how to store it; its rule chooses the scales.
+        scale: block grid (*lead, rows, cols), float, to use instead of the rule's; stored as the layout says.
+        zero_point: block grid, goes with `scale` where the layout has one.
+        outer_scale: scale of nested scales (NVFP4's per-matrix one), broadcast to (*lead, 1, 1).
+        input_scale: a static scale for the activation, kept beside the weight and used with `layout.act`.
+        noise: uniform [0, 1) float32 of x's shape: stochastic rounding.
+        inner: how many trailing dimensions are flattened into the packed axis (3 for a conv weight).
+        backend: a backend's name, or "auto".
+
+    Raises:
+        TypeError: x is no float tensor, or layout no Layout.
+        ValueError: x has no dimension, or a given grid has the wrong shape.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize(torch.tensor([[0.5, 1.0, -6.0, 3.0]]), fq.mxfp4())
+        >>> fq.dequantize(q)
+        tensor([[ 0.5000,  1.0000, -6.0000,  3.0000]])
+    """
+    if isinstance(x, QTensor):
+        raise TypeError(f"quantize: expected a float tensor, got a QTensor ({x.layout.key}); use fq.requantize")
+    check_float("quantize", "x", x)
+    if not isinstance(layout, Layout):
+        raise TypeError(f"quantize: expected a Layout such as fq.int4(), got {layout!r}")
+    if layout.storage != CANONICAL:
+        raise ValueError(f"quantize: storage {layout.storage!r} is made by fq.prepack from a canonical QTensor")
+    if x.ndim == 0:
+        raise ValueError("quantize: expected at least one dimension, got a 0-dimensional tensor; reshape it to (1,)")
+    if not 1 <= inner <= x.ndim:
+        raise ValueError(f"quantize: inner={inner} trailing dimensions, but x has {x.ndim}")
+    x, noise = x.detach(), None if noise is None else noise.detach()
+    if noise is not None and noise.shape != x.shape:
+        raise ValueError(f"quantize: noise must have x's shape {tuple(x.shape)}, got {tuple(noise.shape)}")
+    matrix = _stored_matrix(x, layout.axis, inner)
+    shape = (matrix.shape[-2], matrix.shape[-1])
+    lead, size = matrix.shape[:-2], block.grid(shape, layout.block)
+    inner_shape = tuple(x.shape[x.ndim - inner :]) if layout.axis == -1 else (matrix.shape[-1],)
+    scale = _grid("scale", scale, (*lead, *size), x.device)
+    if scale is not None and layout.zero_point is not None and zero_point is None:
+        raise ValueError(f"quantize: {layout.key} has a zero point; give zero_point= with scale=")
+    if zero_point is not None and (layout.zero_point is None or scale is None):
+        raise ValueError("quantize: zero_point= goes with scale= and a layout that has a zero point")
+    if outer_scale is not None and not isinstance(layout.scale, Layout):
+        raise ValueError(f"quantize: {layout.key} has no nested scale; outer_scale= does not apply")
+    leaves = autograd.call_quantize(
+        matrix,
+        scale,
+        _grid("zero_point", zero_point, (*lead, *size), x.device),
+        _grid("outer_scale", outer_scale, (*lead, 1, 1), x.device),
+        None if noise is None else _stored_matrix(noise, layout.axis, inner),
+        layout.key,
+        requested(backend),
+    )
+    q = from_leaves(leaves, spec_of(layout, shape, x.dtype, inner_shape))
+    if input_scale is not None:
+        if layout.act is None:
+            raise ValueError(f"quantize: {layout.key} does not quantize activations; input_scale= does not apply")
+        q = replace(q, input_scale=_grid("input_scale", input_scale, (*lead, 1, 1), x.device))
+    return _as_vector(q) if x.ndim == inner else q
+
+
+def _stored_matrix(x: Tensor, axis: int, inner: int) -> Tensor:
+    """Return x as (*lead, R, C), the packed axis last."""
+    if x.ndim == inner:
+        x = x.unsqueeze(0)
+    if inner > 1:
+        x = x.flatten(-inner)
+    if axis == -2:
+        if inner > 1:
+            raise ValueError("quantize: axis=-2 packs one dimension; expected inner=1")
+        x = x.mT
+    return x
+
+
+def _as_vector(q: QTensor) -> QTensor:
+    """Return a matrix of one row as a vector: its rows are gone, its blocks one row high."""
+    return select_row(q, 0)
+
+
+def _grid(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """Return a given scale or zero point as a detached grid of `shape`."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        value = torch.tensor(float(value), dtype=torch.float32, device=device)
+    value = value.detach()
+    if value.ndim <= 1 and value.numel() == 1:
+        return value.reshape((1,) * len(shape)).expand(shape)
+    ok = value.ndim <= len(shape) and all(
+        a in (1, b) for a, b in zip(reversed(value.shape), reversed(shape), strict=False)
+    )
+    whole = value.shape[-2:] == shape[-2:] if name in ("scale", "zero_point") else True
+    if not (ok and whole):
+        raise ValueError(f"quantize: {name} must be a block grid of shape {shape}, got {tuple(value.shape)}")
+    return value.expand(shape)
+
+
+def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: str = "auto") -> Tensor:
+    """Return q as a float tensor of its logical shape; differentiable in float scales and zero points.
+
+    `w = decode(code)·scale (+ zero)`, computed in float32 and rounded once to `dtype` (default q.dtype).
+
+    Raises:
+        TypeError: q is no QTensor.
+        ValueError: its children do not fit its layout.
+
+    Example:
+        >>> import fq, torch
+        >>> fq.dequantize(fq.quantize(torch.tensor([[127.5, -10.0]]), fq.int8()))
+        tensor([[127., -10.]])
+    """
+    check_qtensor("dequantize", q)
+    dtype = q.dtype if dtype is None else dtype
+    q = canonical_leaf(q)
+    vector = q.data.ndim == 1
+    if vector:
+        q = map_lead(q, lambda t: t.unsqueeze(0))
+    adjusted = q.perm is not None or q.pre_scale is not None
+    plain = replace(q, perm=None, pre_scale=None, input_scale=None)
+    leaves, spec = to_leaves(plain)
+    w = autograd.call_dequantize(spec, torch.float32 if adjusted else dtype, requested(backend), *leaves)
+    if adjusted:
+        w = _unpermute(w, q.perm)
+        w = (w if q.pre_scale is None else w / q.pre_scale.to(torch.float32)).to(dtype)
+    if len(q.inner) > 1:
+        w = w.unflatten(-1, q.inner)
+    if vector:
+        w = w.squeeze(0)
+    return w.mT if q.layout.axis == -2 else w
+
+
+def _unpermute(t: Tensor, perm: Tensor | None) -> Tensor:
+    """Move stored columns to their logical places."""
+    if perm is None:
+        return t
+    order = perm.argsort(-1)
+    return torch.gather(t, -1, order.expand(*t.shape[: t.ndim - order.ndim], *order.shape).expand(t.shape))
+
+
+def requantize(q: QTensor, layout: Layout, *, backend: str = "auto") -> QTensor:
+    """Quantize to another layout what q dequantizes to (in float32).
+
+    Raises:
+        TypeError: q is no QTensor.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize(torch.ones(2, 32), fq.int8())
+        >>> fq.requantize(q, fq.mxfp4()).layout
+        fq.layout('mxfp4')
+    """
+    check_qtensor("requantize", q)
+    inner = len(q.inner)
+    out = quantize(dequantize(q, torch.float32, backend=backend), layout, inner=inner, backend=backend)
+    return replace(out, dtype=q.dtype)
+
+
+def fake_quantize(
+    x: Tensor, layout: Layout, *, scale: Tensor | None = None, zero_point: Tensor | None = None
+) -> Tensor:
+    """Return dequantize(quantize(x, layout)), bit for bit, with straight-through gradients.
+
+    The gradient is 1 unless |x/s| exceeds the largest code by more than half a step (integers) or half
+    the last spacing (floats), then 0. A given float `scale` gets the LSQ gradient with its factor
+    1/sqrt(N·Q_max) (Esser et al., 2020); e8m0, e4m3 and nested scales have none.
+
+    Args:
+        x: (*lead, N, K), float.
+        layout: the format to imitate; a learned `scale` has its block grid (*lead, rows, cols).
+        scale: learned scales. zero_point: with them, where the layout has one.
+
+    Raises:
+        TypeError: x is no float tensor.
+        ValueError: a grid has the wrong shape.
+
+    Example:
+        >>> import fq, torch
+        >>> x = torch.tensor([[0.3, 1.0]], requires_grad=True)
+        >>> fq.fake_quantize(x, fq.int8()).sum().backward()
+        >>> x.grad
+        tensor([[1., 1.]])
+    """
+    check_float("fake_quantize", "x", x)
+    if not isinstance(layout, Layout):
+        raise TypeError(f"fake_quantize: expected a Layout, got {layout!r}")
+    if x.ndim == 0:
+        raise ValueError("fake_quantize: expected at least one dimension, got a 0-dimensional tensor")
+    matrix = _stored_matrix(x, layout.axis, 1)
+    shape = (*matrix.shape[:-2], *block.grid((matrix.shape[-2], matrix.shape[-1]), layout.block))
+    for name, value in (("scale", scale), ("zero_point", zero_point)):
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(f"fake_quantize: {name} must be a block grid of shape {shape}, got {tuple(value.shape)}")
+    if (scale is not None) != (zero_point is not None) and layout.zero_point is not None:
+        raise ValueError("fake_quantize: scale= and zero_point= go together for a layout with a zero point")
+    y = autograd.call_fake_quantize(matrix, scale, zero_point, layout.key)
+    y = y.mT if layout.axis == -2 else y
+    return y.squeeze(0) if x.ndim == 1 else y
+
+
+# --- codes and bytes ---
+
+
+def cast_fp4x2(x: Tensor, *, backend: str = "auto") -> Tensor:
+    """Round x: (..., K) to e2m1 and pack pairs, the even element in the low nibble: (..., K/2) uint8.
+
+    To nearest even, saturating at ±6; ±inf give ±6, NaN gives +6 (as `cvt.rn.satfinite.e2m1x2` does),
+    -0.0 keeps its sign. torchao #2832.
+
+    Raises:
+        TypeError: x is no float tensor.
+        ValueError: K is odd.
+
+    Example:
+        >>> import fq, torch
+        >>> fq.cast_fp4x2(torch.tensor([0.5, 1.0, -6.0, 2.5]))
+        tensor([33, 79], dtype=torch.uint8)
+    """
+    check_float("cast_fp4x2", "x", x)
+    _even("cast_fp4x2", x)
+    return autograd.call_codes("cast_fp4x2", requested(backend), x.detach())
+
+
+def pack_bits(codes: Tensor, bits: int, *, backend: str = "auto") -> Tensor:
+    """Pack codes: (..., K) of `bits` bits densely into (..., ceil(K·bits/8)) uint8.
+
+    LSB first along the last axis, each row starting on a byte; codes are masked to their width.
+
+    Raises:
+        TypeError: codes are no integers. ValueError: bits is not 1 to 8.
+
+    Example:
+        >>> import fq, torch
+        >>> fq.pack_bits(torch.tensor([1, 2, 3]), 3)
+        tensor([209,   0], dtype=torch.uint8)
+    """
+    _integers("pack_bits", codes)
+    return autograd.call_codes("pack_bits", requested(backend), codes, _bits("pack_bits", bits))
+
+
+def unpack_bits(packed: Tensor, bits: int, size: int, *, backend: str = "auto") -> Tensor:
+    """Unpack bytes (..., ceil(size·bits/8)) uint8 into plain codes (..., size) uint8.
+
+    Raises:
+        TypeError: packed is not uint8.
+        ValueError: the last dimension does not hold `size` codes.
+
+    Example:
+        >>> import fq, torch
+        >>> fq.unpack_bits(torch.tensor([209, 0], dtype=torch.uint8), 3, 3)
+        tensor([1, 2, 3], dtype=torch.uint8)
+    """
+    bits = _bits("unpack_bits", bits)
+    _bytes("unpack_bits", packed)
+    if packed.shape[-1] != row_bytes(size, bits):
+        raise ValueError(
+            f"unpack_bits: {size} codes of {bits} bits take {row_bytes(size, bits)} bytes, "
+            f"got a last dimension of {packed.shape[-1]}"
+        )
+    return autograd.call_codes("unpack_bits", requested(backend), packed, bits, size)
+
+
+def pack_fp4x2(codes: Tensor, *, backend: str = "auto") -> Tensor:
+    """Pack e2m1 codes (..., K), K even, into (..., K/2) uint8, the even element in the low nibble.
+
+    Raises:
+        TypeError: codes are no integers. ValueError: K is odd; see `pack_bits`.
+
+    Example:
+        >>> import fq, torch
+        >>> fq.pack_fp4x2(torch.tensor([0, 1, 2, 3])).tolist() == [0x10, 0x32]
+        True
+    """
+    _integers("pack_fp4x2", codes)
+    _even("pack_fp4x2", codes)
+    return autograd.call_codes("pack_bits", requested(backend), codes, 4)
+
+
+def unpack_fp4x2(packed: Tensor, *, backend: str = "auto") -> Tensor:
+    """Unpack bytes (..., K/2) uint8 into e2m1 codes (..., K) uint8.
+
+    Raises:
+        TypeError: packed is not uint8.
+
+    Example:
+        >>> import fq, torch
+        >>> fq.unpack_fp4x2(torch.tensor([0x10, 0x32], dtype=torch.uint8))
+        tensor([0, 1, 2, 3], dtype=torch.uint8)
+    """
+    _bytes("unpack_fp4x2", packed)
+    return autograd.call_codes("unpack_bits", requested(backend), packed, 4, 2 * packed.shape[-1])
+
+
+def pack_int4(codes: Tensor, *, backend: str = "auto") -> Tensor:
+    """Pack int4 codes (..., K), K even, as two's complement nibbles into (..., K/2) uint8, even ones low.
+
+    Raises:
+        TypeError: codes are no integers. ValueError: K is odd; see `pack_bits`.
+
+    Example:
+        >>> import fq, torch
+        >>> fq.pack_int4(torch.tensor([-8, 7])).tolist() == [0x78]
+        True
+    """
+    _integers("pack_int4", codes)
+    _even("pack_int4", codes)
+    return autograd.call_codes("pack_bits", requested(backend), codes, 4)
+
+
+def unpack_int4(packed: Tensor, *, backend: str = "auto") -> Tensor:
+    """Unpack bytes (..., K/2) uint8 into int4 codes (..., K) int8 of -8..7.
+
+    Raises:
+        TypeError: packed is not uint8.
+
+    Example:
+        >>> import fq, torch
+        >>> fq.unpack_int4(torch.tensor([0x78], dtype=torch.uint8))
+        tensor([-8,  7], dtype=torch.int8)
+    """
+    _bytes("unpack_int4", packed)
+    codes = autograd.call_codes("unpack_bits", requested(backend), packed, 4, 2 * packed.shape[-1])
+    return (codes ^ 8).to(torch.int8) - 8
+
+
+def _even(what: str, x: Tensor) -> None:
+    if x.ndim == 0 or x.shape[-1] % 2:
+        size = "a 0-dimensional tensor" if x.ndim == 0 else f"{x.shape[-1]} in shape {tuple(x.shape)}"
+        raise ValueError(f"{what}: expected an even last dimension, got {size}; fq.pack_bits packs odd rows")
+
+
+def _integers(what: str, codes: Tensor) -> None:
+    if not isinstance(codes, Tensor) or codes.is_floating_point() or codes.is_complex():
+        raise TypeError(f"{what}: expected integer codes, got {getattr(codes, 'dtype', type(codes).__name__)}")
+    if codes.ndim == 0:
+        raise ValueError(f"{what}: expected at least one dimension, got a 0-dimensional tensor")
+
+
+def _bytes(what: str, packed: Tensor) -> None:
+    if not isinstance(packed, Tensor) or packed.dtype != torch.uint8:
+        raise TypeError(f"{what}: expected uint8 bytes, got {getattr(packed, 'dtype', type(packed).__name__)}")
+    if packed.ndim == 0:
+        raise ValueError(f"{what}: expected at least one dimension, got a 0-dimensional tensor")
+
+
+def _bits(what: str, bits: int) -> int:
+    if isinstance(bits, bool) or not isinstance(bits, int):
+        raise TypeError(f"{what}: bits must be an int, got {bits!r}")
+    if not 1 <= bits <= 8:
+        raise ValueError(f"{what}: bits must be 1 to 8, got {bits}")
+    return bits

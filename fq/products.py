@@ -1,0 +1,382 @@
+"""Products with a quantized operand: linear, matmul, embedding, and their checked per-format forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fq import autograd
+from fq.backends.registry import check_name, requested, verdicts
+from fq.checks import check_float, check_qtensor
+from fq.errors import BackendError
+from fq.layouts import Layout
+from fq.layouts.element import E2M1, E4M3, Int, UInt
+from fq.layouts.scale import E8M0
+from fq.layouts.storage import CANONICAL, HOOKS
+from fq.primitives import _unpermute
+from fq.qtensor import QTensor, canonical_leaf, stored_layout, to_leaves
+from fq.structure import as_matrix, map_lead
+
+
+def linear(x: Tensor, q: QTensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """Return x Wᵀ + bias for x: (..., K) and q: (N, K) standing for W; (..., N) in x's dtype.
+
+    Differentiable in x, bias, float scales and zero points. Operands are multiplied as float32 (int32 for
+    int8 × int8), scales combined in float32, bias added, and the result rounded once to x.dtype. Where
+    `q.layout.act` is set, x is quantized to it first, with a straight-through derivative.
+
+    Raises:
+        TypeError: x is no float tensor or q no QTensor.
+        ValueError: sizes differ.
+        BackendError: the backend asked for cannot run the call.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize(torch.eye(2, 4), fq.int8())
+        >>> fq.linear(torch.tensor([[127.5, 255.0, 1.0, 1.0]]), q)
+        tensor([[127., 254.]])
+    """
+    check_float("linear", "x", x)
+    check_qtensor("linear", q)
+    if q.ndim != 2:
+        raise ValueError(f"linear: expected a weight of shape (N, K), got {tuple(q.shape)}; use fq.matmul")
+    if bias is not None:
+        _check_bias(bias, q)
+    return _contract("linear", x, q, bias, q.layout.axis == -2, requested(backend))
+
+
+def _check_bias(bias: Any, q: QTensor) -> None:
+    check_float("linear", "bias", bias)
+    if bias.ndim > 1 or bias.numel() not in (1, q.shape[0]):
+        raise ValueError(f"linear: bias must have shape ({q.shape[0]},), got {tuple(bias.shape)}")
+
+
+def matmul(a: Any, b: Any, *, backend: str = "auto") -> Tensor:
+    """Return a @ b, one of them quantized, with the broadcasting of torch.matmul.
+
+    a: (..., M, K) or (K,); b: (..., K, N) or (K,). A contraction along the packed axis is `linear`, one
+    along the rows its adjoint. Differentiable as `linear` is; the result has the float operand's dtype.
+
+    Raises:
+        TypeError: none or both are quantized.
+        ValueError: sizes differ or do not broadcast.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize(torch.full((3, 2, 4), 127.5), fq.int8())
+        >>> fq.matmul(torch.ones(5, 4), q.mT).shape
+        torch.Size([3, 5, 2])
+    """
+    if isinstance(a, QTensor) == isinstance(b, QTensor):
+        kind = "both are" if isinstance(a, QTensor) else "neither is"
+        raise TypeError(f"matmul: expected one quantized operand, {kind}; fq.dequantize one, or use torch.matmul")
+    backend = requested(backend)
+    if isinstance(b, QTensor):
+        check_float("matmul", "a", a)
+        check_qtensor("matmul", b)
+        if b.ndim == 1:
+            return _contract("matmul", a, as_matrix(b), None, False, backend).squeeze(-1)
+        return _contract("matmul", a, b, None, b.layout.axis == -1, backend)
+    check_float("matmul", "b", b)
+    check_qtensor("matmul", a)
+    if b.ndim == 1:  # (..., N, K) @ (K,): b is one row
+        return _contract("matmul", b.unsqueeze(0), _flipped(a), None, _flipped(a).layout.axis == -1, backend).squeeze(-2)
+    if a.ndim == 1:
+        return _contract("matmul", b.mT, as_matrix(a), None, False, backend).squeeze(-1)
+    return _contract("matmul", b.mT, a.mT, None, a.layout.axis == -2, backend).mT
+
+
+def _flipped(q: QTensor) -> QTensor:
+    return as_matrix(q).mT if q.ndim == 1 else q.mT
+
+
+def _contract(what: str, x: Tensor, q: QTensor, bias: Tensor | None, adjoint: bool, backend: str) -> Tensor:
+    """Contract x's last dimension with q's packed axis, or (adjoint) with its rows, over batch dimensions."""
+    if len(q.inner) != 1:
+        raise ValueError(f"{what}: the packed axis stands for dimensions {q.inner}; a matmul needs one")
+    columns, rows = q.inner[0], q.data.shape[-2]
+    size, out = (rows, columns) if adjoint else (columns, rows)
+    if x.ndim == 0 or x.shape[-1] != size:
+        got = x.shape[-1] if x.ndim else "no dimension"
+        raise ValueError(f"{what}: x has K={got}, q was quantized with K={size} ({q.layout.key}, shape {tuple(q.shape)})")
+    if (q.perm is not None or q.pre_scale is not None) and not adjoint:
+        x = _match_columns(x, q)
+    plain = q if q.perm is None and q.pre_scale is None else replace(q, perm=None, pre_scale=None)
+    if q.data.ndim == 2:
+        y = _call(x.reshape(prod(x.shape[:-1]), size), plain, bias, adjoint, backend)
+        y = y.reshape(*x.shape[:-1], out)
+    else:
+        y = _batched(what, x, plain, adjoint, backend)
+    if adjoint and plain is not q:
+        y = _unpermute(y, q.perm)
+        y = y if q.pre_scale is None else (y / q.pre_scale.to(torch.float32)).to(x.dtype)
+    return y
+
+
+def _match_columns(x: Tensor, q: QTensor) -> Tensor:
+    """Divide x by pre_scale and put its columns in stored order."""
+    rows = x if x.ndim > 1 or q.data.ndim == 2 else x.unsqueeze(0)
+    if q.pre_scale is not None:
+        scale = q.pre_scale if rows.ndim > 1 else q.pre_scale.squeeze(-2)
+        rows = (rows / scale.to(torch.float32)).to(x.dtype)
+    if q.perm is not None:
+        perm = q.perm if rows.ndim > 1 else q.perm.squeeze(-2)
+        lead = torch.broadcast_shapes(rows.shape[:-1], perm.shape[:-1])
+        rows = torch.gather(rows.expand(*lead, -1), -1, perm.expand(*lead, -1))
+    return rows
+
+
+def _batched(what: str, x: Tensor, q: QTensor, adjoint: bool, backend: str) -> Tensor:
+    """Broadcast x (..., M, K) against q's leading dimensions; what q lacks is folded into the rows of x."""
+    vector = x.ndim == 1
+    x = x.unsqueeze(0) if vector else x
+    lead = tuple(q.data.shape[:-2])
+    batch = tuple(x.shape[:-2])
+    try:
+        both = torch.broadcast_shapes(batch, lead)
+    except RuntimeError:
+        raise ValueError(f"{what}: batch dimensions {batch} of x and {lead} of q do not broadcast") from None
+    lead = (1,) * (len(both) - len(lead)) + lead
+    x = x.expand(*both, *x.shape[-2:])
+    kept = [i for i, n in enumerate(lead) if n == both[i] and n != 1]
+    folded = [i for i in range(len(both)) if i not in kept]
+    m = len(both)
+    rows = x.permute(*kept, *folded, m, m + 1)
+    rows = rows.reshape(*(both[i] for i in kept), prod(both[i] for i in folded) * x.shape[-2], x.shape[-1])
+    leaf = q if len(kept) == q.data.ndim - 2 else _squeeze_lead(q, [both[i] for i in kept])
+    y = _call(rows, leaf, None, adjoint, backend)
+    y = y.reshape(*(both[i] for i in (*kept, *folded)), x.shape[-2], y.shape[-1])
+    order = [*kept, *folded]
+    y = y.permute(*(order.index(i) for i in range(m)), m, m + 1)
+    return y.squeeze(-2) if vector else y
+
+
+def _squeeze_lead(q: QTensor, lead: list[int]) -> QTensor:
+    return map_lead(q, lambda t: t.reshape(*lead, *t.shape[-2:]))
+
+
+def _call(x: Tensor, q: QTensor, bias: Tensor | None, adjoint: bool, backend: str) -> Tensor:
+    if not torch.compiler.is_compiling() and not autograd.is_transformed():
+        leaves = [q.data, q.scale, q.zero_point]
+        if not torch.is_grad_enabled() or not (x.requires_grad or _any_grad(leaves) or _any_grad([bias])):
+            if not torch.is_autocast_enabled(x.device.type):
+                return autograd.run_matmul(x, bias, q, backend, adjoint)
+    tensors, spec = to_leaves(q)
+    return autograd.call_matmul(x, bias, spec, backend, adjoint, *tensors)
+
+
+def _any_grad(leaves: list[Any]) -> bool:
+    return any(leaf is not None and leaf.requires_grad for leaf in leaves)
+
+
+def embedding(ids: Tensor, q: QTensor, *, backend: str = "auto") -> Tensor:
+    """Return the rows of q: (V, D) that ids: (...) name, dequantized: (..., D) in q.dtype.
+
+    Only those rows are decoded. Differentiable in float scales and zero points.
+
+    Raises:
+        TypeError: ids are no integers or q no QTensor.
+        ValueError: q is no matrix of rows, or its blocks span rows.
+        IndexError: an id is out of range.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize(torch.full((4, 2), 127.5), fq.int8())
+        >>> fq.embedding(torch.tensor([[0, 3]]), q).shape
+        torch.Size([1, 2, 2])
+    """
+    check_qtensor("embedding", q)
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"embedding: ids must be int64 or int32, got {getattr(ids, 'dtype', type(ids).__name__)}")
+    if q.ndim != 2 or q.layout.axis != -1 or q.data.ndim != 2:
+        raise ValueError(f"embedding: expected rows (V, D) packed along D, got {q.layout.key} of {tuple(q.shape)}")
+    if q.layout.block[0] not in (1, -1):
+        raise ValueError(f"embedding: {q.layout.key} shares blocks between rows; use blocks one row high")
+    adjusted = q.perm is not None or q.pre_scale is not None
+    leaves, spec = to_leaves(replace(q, perm=None, pre_scale=None, input_scale=None) if adjusted else q)
+    out = autograd.call_embedding(ids, spec, torch.float32 if adjusted else q.dtype, requested(backend), *leaves)
+    if adjusted:
+        out = _unpermute(out, None if q.perm is None else q.perm.squeeze(0))
+        out = (out if q.pre_scale is None else out / q.pre_scale.to(torch.float32)).to(q.dtype)
+    return out
+
+
+# --- one format each ---
+
+
+def _checked(name: str, wanted: str, accepts: Callable[[Layout], bool], layout_name: str) -> Callable[..., Tensor]:
+    def product(
+        x: Tensor, q: Any, bias: Tensor | None = None, *, layout: Layout | None = None, backend: str = "auto"
+    ) -> Tensor:
+        check_float(name, "x", x)
+        if isinstance(q, tuple):
+            q = _from_tuple(name, x, q, layout)
+        check_qtensor(name, q)
+        if not accepts(q.layout):
+            raise ValueError(f"{name}: expected {wanted}, got {q.layout.key}; fq.linear takes any layout")
+        if q.ndim == 2 and x.ndim and x.shape[-1] != q.shape[-1]:
+            raise ValueError(f"{name}: x has K={x.shape[-1]}, q was quantized with K={q.shape[-1]}")
+        return linear(x, q, bias, backend=backend)
+
+    product.__name__ = product.__qualname__ = name
+    product.__doc__ = f"""Return `linear(x, q, bias)` for q checked to be {wanted}.
+
+    x: (..., K); q: a QTensor (N, K), or a plain tuple (data, scale[, zero_point]) with `layout=`, where a
+    nested scale is itself a tuple (data, scale). Returns (..., N) in x's dtype.
+
+    Raises:
+        TypeError: x is no float tensor, or a tuple came without a layout.
+        ValueError: q is of another format, or sizes differ.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize(torch.ones(2, 32), fq.{layout_name}())
+        >>> fq.{name}(torch.ones(1, 32), q).shape
+        torch.Size([1, 2])
+    """
+    return product
+
+
+def _from_tuple(name: str, x: Tensor, parts: tuple[Any, ...], layout: Layout | None) -> QTensor:
+    if not isinstance(layout, Layout):
+        raise TypeError(f"{name}: a plain tuple needs layout=, such as layout=fq.int4()")
+    if not 2 <= len(parts) <= 3:
+        raise ValueError(f"{name}: expected (data, scale) or (data, scale, zero_point), got {len(parts)} parts")
+    data, scale, *zero = parts
+    size = x.shape[-1] if layout.axis == -1 else data.shape[-1] * 8 // layout.element.bits
+
+    def child(value: Any, kind: Any) -> Any:
+        if not isinstance(value, tuple):
+            return value
+        return QTensor(value[0], child(value[1], kind.scale), kind, torch.float32, (value[0].shape[-1],))
+
+    rows, cols = layout.block
+    stored = stored_layout(layout.key, 1 < rows >= data.shape[-2], 1 < cols >= size)
+    return QTensor(data, child(scale, layout.scale), stored, x.dtype, (size,), child(zero[0], layout.zero_point) if zero else None)
+
+
+def _is_nvfp4(layout: Layout) -> bool:
+    scale = layout.scale.element if isinstance(layout.scale, Layout) else None
+    kept = scale == E4M3 or layout.scale == torch.float8_e4m3fn
+    return layout.element == E2M1 and kept and layout.block in ((1, 16), (1, -1))
+
+
+int4_matmul = _checked("int4_matmul", "a 4-bit integer format", lambda t: t.element in (Int(4), UInt(4)), "int4")
+int8_matmul = _checked("int8_matmul", "an 8-bit integer format", lambda t: t.element in (Int(8), UInt(8)), "int8")
+mx_matmul = _checked("mx_matmul", "an MX format (e8m0 scales)", lambda t: t.scale == E8M0, "mxfp4")
+nvfp4_matmul = _checked("nvfp4_matmul", "NVFP4 (e2m1 under e4m3 scales)", _is_nvfp4, "nvfp4")
+
+
+# --- storage, and why a backend is chosen ---
+
+
+def prepack(tree: Any, backend: str = "auto") -> Any:
+    """Convert QTensors in a tree to the byte order that a backend's kernels want, once and exactly.
+
+    "auto" leaves a layout that no kernel wants as it is; a named backend that cannot raises. Nothing is
+    rounded: `canonical(prepack(q))` is byte-equal to q.
+
+    Raises:
+        BackendError: the named backend has no storage for a leaf; says why.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize(torch.randn(32, 64), fq.int4(group_size=32))
+        >>> torch.equal(fq.canonical(fq.prepack(q)).data, q.data)
+        True
+    """
+    check_name(backend)
+
+    def convert(q: Any) -> Any:
+        if not isinstance(q, QTensor) or q.layout.storage != CANONICAL:
+            return q
+        check_qtensor("prepack", q)
+        reasons = []
+        for hook in HOOKS.values():
+            if backend not in ("auto", hook.backend):
+                continue
+            reason = hook.accepts(q)
+            if reason is None:
+                return hook.prepack(q)
+            reasons.append(reason)
+        if backend == "auto":
+            return q
+        why = "; ".join(reasons) or "it keeps every layout canonical"
+        raise BackendError(f"prepack: backend {backend!r} has no storage for {q.layout.key}: {why}")
+
+    verdicts("linear_adjoint")  # loads the backends, which register their storages
+    return pytree.tree_map(convert, tree, is_leaf=lambda v: isinstance(v, QTensor))
+
+
+def canonical(tree: Any) -> Any:
+    """Convert QTensors in a tree back to canonical storage, byte for byte.
+
+    Raises:
+        TypeError: a leaf's storage belongs to no loaded backend.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize(torch.ones(2, 4), fq.int8())
+        >>> fq.canonical(q) is q
+        True
+    """
+    return pytree.tree_map(
+        lambda q: canonical_leaf(q) if isinstance(q, QTensor) else q,
+        tree,
+        is_leaf=lambda v: isinstance(v, QTensor),
+    )
+
+
+class Explanation(str):
+    """Text whose repr is itself, so that it reads well at a prompt."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def explain(primitive: Callable[..., Any], *args: Any) -> Explanation:
+    """Say which backends could run a call, in the order they are asked, and why the others cannot.
+
+    Args:
+        primitive: fq.linear, fq.matmul, fq.quantize, fq.dequantize, fq.embedding or fq.cast_fp4x2.
+        args: what it would be called with.
+
+    Raises:
+        ValueError: the function has no kernels of its own.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize(torch.ones(2, 32), fq.mxfp4())
+        >>> fq.explain(fq.linear, torch.ones(1, 32), q)
+        linear
+          aten       no: ...
+          reference  yes  <- auto
+    """
+    name = primitive.__name__
+    if name == "matmul":
+        name = "linear"
+        a, b = args
+        args = (a, b) if isinstance(b, QTensor) else (b, a)
+        rows = args[1].layout.axis == (-1 if isinstance(b, QTensor) else -2)
+        name = "linear_adjoint" if rows else "linear"
+    elif name.endswith("_matmul"):
+        name = "linear"
+    elif name == "linear" and args[1].layout.axis == -2:
+        name = "linear_adjoint"
+    if name in ("dequantize", "embedding"):
+        args = (*args, args[-1].dtype)
+    found = verdicts(name, *args[: 3 if name == "embedding" else 2])
+    if not found:
+        raise ValueError(f"explain: {primitive.__name__} has no kernels of its own")
+    lines, chosen = [primitive.__name__], False
+    for backend, reason in found:
+        mark = "" if chosen or reason is not None else "  <- auto"
+        chosen = chosen or reason is None
+        lines.append(f"  {backend:<10} {'yes' if reason is None else f'no: {reason}'}{mark}")
+    return Explanation("\n".join(lines))

@@ -1,0 +1,401 @@
+"""QTensor: a pytree of plain tensors plus the static layout that says what they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fq import indexing
+from fq.errors import UnsupportedOp
+from fq.layouts import Layout, block, layout
+from fq.layouts.layout import stored_layout
+from fq.layouts.storage import CANONICAL, HOOKS
+
+CHILDREN = ("data", "scale", "zero_point", "input_scale", "pre_scale", "perm")
+_RULES: dict[Any, dict[type, Callable[..., Any]]] = {}
+
+
+def register_rule(function: Any, leaf_type: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what a torch function does with leaves of a type; use as a decorator.
+
+    `function`: a torch function or method, or the qualified name of an operator ("namespace::name").
+    The rule is called with the function's own arguments.
+
+    Raises:
+        TypeError: `function` is neither callable nor a name.
+
+    Example:
+        >>> import fq, torch
+        >>> @fq.register_rule(torch.numel, fq.QTensor)
+        ... def numel(q):
+        ...     return q.numel()
+        >>> torch.numel(fq.quantize(torch.ones(2, 4), fq.int8()))
+        8
+    """
+    if not (callable(function) or isinstance(function, str)):
+        raise TypeError(f"register_rule: expected a torch function or an operator's name, got {function!r}")
+
+    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+        _RULES.setdefault(function, {})[leaf_type] = rule
+        return rule
+
+    return register
+
+
+def apply_rule(leaf_type: type, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Call the rule for (function, leaf type), or raise UnsupportedOp; nothing is densified."""
+    rules = _RULES.get(function)
+    if rules is None and hasattr(function, "_schema"):  # an operator, known by its qualified name
+        rules = _RULES.get(function._schema.name)
+    rule = rules.get(leaf_type) if rules is not None else None
+    if rule is None:
+        name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+        raise UnsupportedOp(
+            f"{name}: no rule for a {leaf_type.__name__}; register one with fq.register_rule, "
+            "or call fq.dequantize on the leaf first"
+        )
+    return rule(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QTensor:
+    """A quantized tensor: a pytree `(data, scale, zero_point)` of plain tensors and a static Layout.
+
+    It is tensor-like (shape, indexing, transpose, reshape, `to`) but no torch.Tensor. Children: `data`,
+    the codes (*lead, R, row bytes); `scale` and `zero_point` over the block grid (*lead, rows, cols),
+    QTensors themselves where the layout nests; rarely `input_scale` (*lead, 1, 1), a static activation
+    scale, `pre_scale` (*lead, 1, K), by which `dequantize` divides columns, and `perm` (*lead, 1, K),
+    the logical column each stored one holds. Static: `layout`, `dtype` (the float dtype it stands for),
+    `inner` (the logical shape of the packed axis). Sizes come from `data`. Hash is by identity.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize(torch.ones(6, 8), fq.int4(group_size=4))
+        >>> q.shape, q[:2].shape, q.T.shape
+        (torch.Size([6, 8]), torch.Size([2, 8]), torch.Size([8, 6]))
+    """
+
+    data: Tensor
+    scale: Any
+    layout: Layout
+    dtype: torch.dtype
+    inner: tuple[int, ...]
+    zero_point: Any = None
+    input_scale: Tensor | None = None
+    pre_scale: Tensor | None = None
+    perm: Tensor | None = None
+
+    # --- what it looks like ---
+
+    @property
+    def shape(self) -> torch.Size:
+        """The logical shape."""
+        lead = self.data.shape[:-1]
+        if self.layout.axis == -1:
+            return torch.Size((*lead, *self.inner))
+        return torch.Size((*lead[:-1], *self.inner, lead[-1]))
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim - 1 + len(self.inner)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def is_meta(self) -> bool:
+        return self.data.is_meta
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all children."""
+        return sum(t.nbytes for t in pytree.tree_leaves(self))
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(t.requires_grad for t in pytree.tree_leaves(self))
+
+    @property
+    def T(self) -> QTensor:
+        """The transpose of a matrix: flips `layout.axis`, moves no byte."""
+        return self if self.ndim == 1 else self.mT
+
+    @property
+    def mT(self) -> QTensor:
+        return self.transpose(-2, -1)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        """True: it stands for a tensor of a float dtype."""
+        return True
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        try:
+            extra = "".join(f", {n}" for n in CHILDREN[3:] if getattr(self, n) is not None)
+            return (
+                f"QTensor({tuple(self.shape)}, {self.layout.key}, {str(self.dtype).removeprefix('torch.')}, "
+                f"{self.nbytes} bytes, {self.device}{extra})"
+            )
+        except Exception as error:  # a repr inside an error report must not raise another
+            return f"QTensor(<{type(error).__name__}: {str(error)[:80]}>)"
+
+    # --- structure ---
+
+    def __getitem__(self, index: Any) -> QTensor:
+        return indexing.getitem(self, index)
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    def transpose(self, dim0: int, dim1: int) -> QTensor:
+        """Exchange two dimensions; the last two flip `layout.axis` and move no byte."""
+        order = list(range(self.ndim))
+        a, b = indexing.dim(self, dim0), indexing.dim(self, dim1)
+        order[a], order[b] = order[b], order[a]
+        return self.permute(*order)
+
+    def permute(self, *dims: Any) -> QTensor:
+        """Reorder dimensions; the packed one stays within the last two."""
+        return indexing.permute(self, _sizes(dims))
+
+    def reshape(self, *shape: Any) -> QTensor:
+        """Reshape leading dimensions, and leading dimensions into rows and back."""
+        return indexing.reshape(self, _sizes(shape))
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> QTensor:
+        start, end = indexing.dim(self, start_dim), indexing.dim(self, end_dim)
+        shape = self.shape
+        return self.reshape(*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :])
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> QTensor:
+        at, shape = indexing.dim(self, dim), self.shape
+        return self.reshape(*shape[:at], *indexing.infer(sizes, shape[at], "unflatten"), *shape[at + 1 :])
+
+    def unsqueeze(self, dim: int) -> QTensor:
+        at = dim if dim >= 0 else dim + self.ndim + 1
+        return self.reshape(*self.shape[:at], 1, *self.shape[at:])
+
+    def squeeze(self, dim: int) -> QTensor:
+        at, shape = indexing.dim(self, dim), self.shape
+        return self if shape[at] != 1 else self.reshape(*shape[:at], *shape[at + 1 :])
+
+    def expand(self, *sizes: Any) -> QTensor:
+        """Expand leading dimensions as views."""
+        return indexing.expand(self, _sizes(sizes))
+
+    def narrow(self, dim: int, start: int, length: int) -> QTensor:
+        index = [slice(None)] * self.ndim
+        index[dim] = slice(start, start + length)
+        return self[tuple(index)]
+
+    def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[QTensor, ...]:
+        total = self.shape[dim]
+        if isinstance(split_size, int):
+            sizes = [min(split_size, total - i) for i in range(0, total, split_size)] or [0]
+        else:
+            sizes = list(split_size)
+        if sum(sizes) != total:
+            raise ValueError(f"split: sizes {sizes} do not add up to {total}, the size of dimension {dim}")
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return tuple(self.narrow(dim, a, n) for a, n in zip(starts, sizes, strict=True))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[QTensor, ...]:
+        return self.split(max(1, -(-self.shape[dim] // chunks)), dim)
+
+    def unbind(self, dim: int = 0) -> tuple[QTensor, ...]:
+        at = indexing.dim(self, dim)
+        return tuple(self[(*[slice(None)] * at, i)] for i in range(self.shape[at]))
+
+    # --- moving and copying ---
+
+    def _map(self, f: Callable[[Tensor], Tensor]) -> QTensor:
+        return pytree.tree_map(f, self)
+
+    def to(self, *args: Any, **kwargs: Any) -> QTensor:
+        """Move to a device, or stand for another float dtype; codes and scales never change."""
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        out = self
+        if device is not None:
+            out = out._map(lambda t: t.to(device, non_blocking=non_blocking, copy=kwargs.get("copy", False)))
+        if dtype is not None:
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise TypeError(f"QTensor.to: expected a float dtype that it can stand for, got {dtype}")
+            out = replace(out, dtype=dtype)
+        return out
+
+    def cpu(self) -> QTensor:
+        return self.to("cpu")
+
+    def cuda(self) -> QTensor:
+        return self.to("cuda")
+
+    def detach(self) -> QTensor:
+        return self._map(Tensor.detach)
+
+    def clone(self) -> QTensor:
+        return self._map(Tensor.clone)
+
+    def contiguous(self) -> QTensor:
+        return self._map(Tensor.contiguous)
+
+    def is_contiguous(self) -> bool:
+        return all(t.is_contiguous() for t in pytree.tree_leaves(self))
+
+    def pin_memory(self) -> QTensor:
+        return self._map(Tensor.pin_memory)
+
+    def share_memory_(self) -> QTensor:
+        """Move the children's storages to shared memory, in place."""
+        for tensor in pytree.tree_leaves(self):
+            tensor.share_memory_()
+        return self
+
+    # --- torch functions ---
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return apply_rule(cls, func, args, kwargs)
+
+    def __matmul__(self, other: Any) -> Any:
+        return apply_rule(QTensor, torch.matmul, (self, other), None)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return apply_rule(QTensor, torch.matmul, (other, self), None)
+
+
+def _sizes(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+
+
+# --- joining ---
+
+
+def cat(tensors: Sequence[QTensor], dim: int = 0) -> QTensor:
+    """Concatenate; along a blocked dimension blocks are refined to the gcd of the joined extents."""
+    return indexing.cat(tensors, dim)
+
+
+def stack(tensors: Sequence[QTensor], dim: int = 0) -> QTensor:
+    """Stack along a new leading dimension."""
+    return indexing.stack(tensors, dim)
+
+
+# --- pytree ---
+
+# Spec: what a QTensor is besides its tensors, all constants, so that it can stand in a graph.
+Spec = tuple[str, torch.dtype, tuple[int, ...], tuple[tuple[str, Any], ...]]
+
+
+def to_leaves(q: QTensor) -> tuple[list[Tensor], Spec]:
+    """Return the tensors of q and a Spec of constants from which `from_leaves` rebuilds it."""
+    leaves: list[Tensor] = []
+    names: list[tuple[str, Any]] = []
+    for name in CHILDREN:
+        child = getattr(q, name)
+        if child is None:
+            continue
+        if isinstance(child, QTensor):
+            nested, spec = to_leaves(child)
+            leaves.extend(nested)
+            names.append((name, spec))
+        else:
+            leaves.append(child)
+            names.append((name, None))
+    return leaves, (q.layout.key, q.dtype, q.inner, tuple(names))
+
+
+def from_leaves(leaves: Sequence[Any], spec: Spec) -> QTensor:
+    """Rebuild the QTensor that `to_leaves` took apart."""
+    remaining = iter(leaves)
+
+    def build(spec: Spec) -> QTensor:
+        key, dtype, inner, names = spec
+        children = {name: next(remaining) if nested is None else build(nested) for name, nested in names}
+        return QTensor(layout=layout(key), dtype=dtype, inner=inner, **children)
+
+    return build(spec)
+
+
+_Context = tuple[Layout, torch.dtype, tuple[int, ...], tuple[str, ...]]
+
+
+def _flatten(q: QTensor) -> tuple[list[Any], _Context]:
+    names = tuple(n for n in CHILDREN if getattr(q, n) is not None)
+    return [getattr(q, n) for n in names], (q.layout, q.dtype, q.inner, names)
+
+
+def _flatten_with_keys(q: QTensor) -> Any:
+    children, context = _flatten(q)
+    return [(pytree.GetAttrKey(n), c) for n, c in zip(context[3], children, strict=True)], context
+
+
+def _unflatten(children: Any, context: _Context) -> QTensor:
+    layout_, dtype, inner, names = context
+    return QTensor(layout=layout_, dtype=dtype, inner=inner, **dict(zip(names, children, strict=True)))
+
+
+def _dump(context: _Context) -> str:
+    layout_, dtype, inner, names = context
+    return json.dumps([layout_.key, str(dtype).removeprefix("torch."), list(inner), list(names)])
+
+
+def _load(text: str) -> _Context:
+    key, dtype, inner, names = json.loads(text)
+    return layout(key), getattr(torch, dtype), tuple(inner), tuple(names)
+
+
+pytree.register_pytree_node(
+    QTensor,
+    _flatten,
+    _unflatten,
+    serialized_type_name="fq.QTensor",
+    to_dumpable_context=_dump,
+    from_dumpable_context=_load,
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+torch.serialization.add_safe_globals([QTensor, layout])
+
+
+def canonical_leaf(q: QTensor) -> QTensor:
+    """Return q in canonical storage."""
+    return q if q.layout.storage == CANONICAL else HOOKS[q.layout.storage].canonical(q)
+
+
+def spec_of(layout_: Layout, shape: tuple[int, int], dtype: torch.dtype, inner: tuple[int, ...]) -> Spec:
+    """Return the Spec of a matrix of `shape` quantized with a layout, without quantizing it."""
+    key = stored_key(layout_, shape)
+    size = block.grid(shape, layout_.block)
+    names: list[tuple[str, Any]] = [("data", None)]
+    for name, part in (("scale", layout_.scale), ("zero_point", layout_.zero_point)):
+        if isinstance(part, Layout):
+            names.append((name, spec_of(part, size, torch.float32, (size[1],))))
+        elif part is not None:
+            names.append((name, None))
+    return key, dtype, inner, tuple(names)
+
+
+def stored_key(layout_: Layout, shape: tuple[int, int]) -> str:
+    """Return the key of the layout under which a matrix of `shape` is stored."""
+    rows, cols = layout_.block
+    return stored_layout(layout_.key, 1 < rows >= shape[0], 1 < cols >= shape[1]).key

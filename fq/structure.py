@@ -1,0 +1,345 @@
+"""Structural operations on quantized tensors, written once over the block grid.
+
+A QTensor is a stack of matrices in storage orientation, rows × packed columns. Each child is a *plane*
+over that matrix: one value per block of it (`data` has blocks of one element, packed; `scale` and
+`zero_point` the layout's block; `pre_scale` and `perm` one per column; `input_scale` one for all). An
+operation moves rows, columns or leading dimensions of every plane alike, so
+
+    dequantize(f(q)) == f(dequantize(q))        exactly, or a ValueError names the alignment needed.
+
+A plane may itself be a QTensor (nested scales); the same functions then recurse into its grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import gcd, prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fq.layouts.block import Block, count
+from fq.layouts.layout import changed
+from fq.layouts.packing import pack, period, row_bytes, unpack
+from fq.layouts.storage import CANONICAL
+
+if TYPE_CHECKING:
+    from fq.qtensor import QTensor
+
+ROWS, COLS = -2, -1
+
+
+def planes(q: QTensor) -> Iterator[tuple[str, Any, Block]]:
+    """Yield (name, plane, block) of every child but `data`."""
+    yield "scale", q.scale, q.layout.block
+    if q.zero_point is not None:
+        yield "zero_point", q.zero_point, q.layout.block
+    if q.input_scale is not None:
+        yield "input_scale", q.input_scale, (-1, -1)
+    if q.pre_scale is not None:
+        yield "pre_scale", q.pre_scale, (-1, 1)
+    if q.perm is not None:
+        yield "perm", q.perm, (-1, 1)
+
+
+def size(q: QTensor, dim: int) -> int:
+    """Return the number of rows or columns of the stored matrix."""
+    return prod(q.inner) if dim == COLS else q.data.shape[-2]
+
+
+def is_plain(plane: Any) -> bool:
+    return isinstance(plane, Tensor)
+
+
+def map_lead(q: QTensor, f: Callable[[Tensor], Tensor]) -> QTensor:
+    """Apply `f`, which leaves the last two dimensions alone, to every tensor of q."""
+
+    def on(plane: Any) -> Any:
+        return f(plane) if is_plain(plane) else map_lead(plane, f)
+
+    return replace(q, data=f(q.data), **{name: on(plane) for name, plane, _ in planes(q)})
+
+
+def _with_block(q: QTensor, dim: int, block: int, new_size: int) -> Any:
+    """Return q's layout with another block along `dim`, kept as -1 where it covers the dimension."""
+    block = -1 if 1 < block >= new_size else block
+    rows, cols = q.layout.block
+    wanted = (block, cols) if dim == ROWS else (rows, block)
+    return q.layout if wanted == q.layout.block else changed(q.layout.key, block=wanted)
+
+
+def require_canonical(q: QTensor, what: str) -> None:
+    if q.layout.storage != CANONICAL:
+        raise ValueError(
+            f"{what}: storage {q.layout.storage!r} is defined per matrix and only leading dimensions can be "
+            "rearranged; convert with fq.canonical(q) first"
+        )
+
+
+def _require_bytes(q: QTensor, at: int, what: str) -> None:
+    step = period(q.layout.element.bits)[0]
+    if at % step:
+        raise ValueError(
+            f"{what}: column {at} is inside a byte; {q.layout.element.name} columns are cut at multiples of {step}"
+        )
+
+
+def _absent(q: QTensor, what: str, *names: str) -> None:
+    for name in names:
+        if getattr(q, name) is not None:
+            raise ValueError(f"{what}: q carries a {name}, which this cannot rearrange; dequantize it first")
+
+
+# --- cutting ---
+
+
+def narrow(q: Any, dim: int, start: int, length: int, what: str = "narrow") -> Any:
+    """Cut `length` stored rows or columns from `start`, which must begin a block (and a byte)."""
+    if is_plain(q):
+        return q.narrow(dim, start, length)
+    full = size(q, dim)
+    if start == 0 and length == full:
+        return q
+    require_canonical(q, what)
+    if dim == COLS:
+        _absent(q, what, "perm")
+        bits = q.layout.element.bits
+        _require_bytes(q, start, what)
+        first = start * bits // 8
+        data = q.data.narrow(-1, first, row_bytes(length, bits))
+        if (length * bits) % 8 and start + length < full:  # bits past the end belong to others
+            data = pack(unpack(data, bits, length), bits)
+    else:
+        data = q.data.narrow(-2, start, length)
+    cut = {}
+    for name, plane, blocks in planes(q):
+        block = blocks[dim]
+        if block == -1:
+            cut[name] = plane
+            continue
+        if start % block:
+            axis = "row" if dim == ROWS else "column"
+            raise ValueError(
+                f"{what}: {axis} {start} is inside a block; start at a multiple of {block}, or dequantize first"
+            )
+        first = start // block
+        cut[name] = narrow(plane, dim, first, count(start + length, block) - first, what)
+    block = q.layout.block[dim]
+    new = replace(q, data=data, layout=_with_block(q, dim, block, length), **cut)
+    return replace(new, inner=(length,)) if dim == COLS else new
+
+
+def take_rows(q: Any, index: Tensor, what: str = "index") -> Any:
+    """Gather stored rows by a 1-D index; blocks must be one row high, or all rows."""
+    if is_plain(q):
+        return q.index_select(-2, index)
+    require_canonical(q, what)
+    new = {}
+    for name, plane, (block, _) in planes(q):
+        if block not in (1, -1):
+            raise ValueError(f"{what}: rows share blocks of {block}; gathering rows needs blocks one row high")
+        new[name] = plane if block == -1 else take_rows(plane, index, what)
+    return replace(q, data=q.data.index_select(-2, index), **new)
+
+
+def select_row(q: Any, row: int, what: str = "index") -> Any:
+    """Take one stored row of every matrix: the last leading dimension becomes the rows."""
+    if is_plain(q):
+        return q.select(-2, row)
+    require_canonical(q, what)
+    if q.data.ndim > 2:
+        _absent(q, what, "input_scale", "pre_scale", "perm")
+    new = {}
+    for name, plane, (block, _) in planes(q):
+        new[name] = select_row(plane, 0 if block == -1 else row // block, what)
+    return replace(q, data=q.data.select(-2, row), layout=_with_block(q, ROWS, 1, 2), **new)
+
+
+# --- refining blocks ---
+
+
+def repeat(q: Any, dim: int, times: int, length: int) -> Any:
+    """Repeat each row or column `times` times and keep the first `length`."""
+    if is_plain(q):
+        return q.repeat_interleave(times, dim).narrow(dim, 0, length)
+    if times == 1:
+        return narrow(q, dim, 0, length)
+    full = size(q, dim)
+    if dim == COLS:
+        bits = q.layout.element.bits
+        data = pack(unpack(q.data, bits, full).repeat_interleave(times, -1), bits)
+        q = replace(q, inner=(full * times,))
+    else:
+        data = q.data.repeat_interleave(times, -2)
+    block = q.layout.block[dim]
+    layout = q.layout if block == -1 else _with_block(q, dim, block * times, full * times)
+    return narrow(replace(q, data=data, layout=layout), dim, 0, length)
+
+
+def _refine(plane: Any, dim: int, full: int, block: int, finer: int) -> Any:
+    """Return the plane of blocks of `finer`, which divides `block`, over `full` rows or columns."""
+    old = full if block == -1 else block
+    return plane if old == finer else repeat(plane, dim, old // finer, count(full, finer))
+
+
+def refine(q: QTensor, dim: int, block: int) -> QTensor:
+    """Repeat scales so that blocks are `block` rows or columns, a divisor of the present ones."""
+    full, old = size(q, dim), q.layout.block[dim]
+    new = {
+        name: _refine(plane, dim, full, old, block)
+        for name, plane, _ in planes(q)
+        if name in ("scale", "zero_point")
+    }
+    rows, cols = q.layout.block
+    wanted = (block, cols) if dim == ROWS else (rows, block)
+    return replace(q, layout=changed(q.layout.key, block=wanted), **new)
+
+
+def _finer(block: int, full: int) -> int:
+    """Return the largest block that divides both `block` and `full`, -1 being `full`."""
+    return max(full, 1) if block == -1 else gcd(block, full)
+
+
+# --- leading dimensions into rows or columns, and back ---
+
+
+def merge(q: Any, dim: int, what: str = "reshape") -> Any:
+    """Merge the last leading dimension into the rows or the columns of the stored matrix."""
+
+    def plain(t: Tensor) -> Tensor:
+        return t.flatten(-3, -2) if dim == ROWS else t.movedim(-3, -2).flatten(-2)
+
+    if is_plain(q):
+        return plain(q)
+    require_canonical(q, what)
+    _absent(q, what, "perm", "input_scale", *(("pre_scale",) if dim == ROWS else ()))
+    full, lead = size(q, dim), q.data.shape[-3]
+    if dim == COLS:
+        _require_bytes(q, full, what)
+    block = _finer(q.layout.block[dim], full)
+    new = {
+        name: merge(_refine(plane, dim, full, blocks[dim], block if name != "pre_scale" else 1), dim, what)
+        for name, plane, blocks in planes(q)
+    }
+    layout = _with_block(q, dim, block, full * lead)
+    out = replace(q, data=plain(q.data), layout=layout, **new)
+    return replace(out, inner=(full * lead,)) if dim == COLS else out
+
+
+def split(q: Any, dim: int, lead: tuple[int, ...], what: str = "reshape") -> Any:
+    """Split the rows or columns of the stored matrix into leading dimensions `lead` and the rest."""
+    full = q.shape[dim] if is_plain(q) else size(q, dim)
+    rest = full // prod(lead)
+
+    def plain(t: Tensor) -> Tensor:
+        sizes = (*lead, t.shape[dim] // prod(lead))
+        t = t.unflatten(dim, sizes)
+        return t if dim == ROWS else t.movedim(-2 - len(lead), -2)
+
+    def spread(t: Tensor) -> Tensor:  # one value for all: the same for each part
+        for n in reversed(lead):
+            t = t.unsqueeze(-3).expand(*t.shape[:-2], n, *t.shape[-2:])
+        return t
+
+    if is_plain(q):
+        return plain(q)
+    require_canonical(q, what)
+    if dim == COLS:
+        _absent(q, what, "perm")
+        _require_bytes(q, rest, what)
+    new, block = {}, q.layout.block[dim]
+    for name, plane, blocks in planes(q):
+        if blocks[dim] == -1:
+            new[name] = spread(plane) if is_plain(plane) else map_lead(plane, spread)
+        else:
+            finer = gcd(blocks[dim], rest)
+            new[name] = split(_refine(plane, dim, full, blocks[dim], finer), dim, lead, what)
+    layout = q.layout if block == -1 else _with_block(q, dim, gcd(block, rest), rest)
+    out = replace(q, data=plain(q.data), layout=layout, **new)
+    return replace(out, inner=(rest,)) if dim == COLS else out
+
+
+def exchange_rows(q: Any, order: Sequence[int], what: str = "permute") -> Any:
+    """Permute leading dimensions and rows (positions in the stored tensor, the packed axis left out)."""
+    if is_plain(q):
+        return q.permute(*order, q.ndim - 1)
+    require_canonical(q, what)
+    for name, _, (block, _) in planes(q):
+        if block != 1:
+            raise ValueError(
+                f"{what}: exchanging rows with a leading dimension needs blocks one row high, {name} has {block}"
+            )
+    new = {name: exchange_rows(plane, order, what) for name, plane, _ in planes(q)}
+    return replace(q, data=q.data.permute(*order, q.data.ndim - 1), **new)
+
+
+def as_matrix(q: QTensor) -> QTensor:
+    """Return a 1-D tensor as one stored row."""
+    return map_lead(q, lambda t: t.unsqueeze(0))
+
+
+# --- joining ---
+
+
+def _same_format(qs: Sequence[QTensor], what: str) -> None:
+    first = qs[0]
+    for q in qs[1:]:
+        same = changed(q.layout.key, block=first.layout.block) == first.layout
+        children = [n for n, _, _ in planes(q)] == [n for n, _, _ in planes(first)]
+        if not (same and children and q.dtype == first.dtype):
+            raise ValueError(
+                f"{what}: expected tensors of one format, got {first.layout.key} ({first.dtype}) and "
+                f"{q.layout.key} ({q.dtype}); fq.requantize one of them"
+            )
+
+
+def _join(parts: Sequence[Any], f: Callable[[list[Tensor]], Tensor], what: str) -> Any:
+    """Join tensors that differ in leading dimensions only."""
+    if is_plain(parts[0]):
+        return f(list(parts))
+    _same_format(parts, what)
+    parts = _common_block(parts, ROWS, [])
+    parts = _common_block(parts, COLS, [])
+    names = [name for name, _, _ in planes(parts[0])]
+    new = {name: _join([getattr(p, name) for p in parts], f, what) for name in names}
+    return replace(parts[0], data=f([p.data for p in parts]), **new)
+
+
+def _common_block(qs: Sequence[QTensor], dim: int, cuts: list[int]) -> list[QTensor]:
+    """Refine all to the largest block that divides each block and each of `cuts`."""
+    blocks = {q.layout.block[dim] for q in qs}
+    if len(blocks) == 1 and (not cuts or blocks == {1}):
+        return list(qs)
+    finer = gcd(*cuts, *(size(q, dim) if q.layout.block[dim] == -1 else q.layout.block[dim] for q in qs))
+    return [refine(q, dim, max(finer, 1)) for q in qs]
+
+
+def cat_stored(qs: Sequence[Any], dim: int, what: str = "cat") -> Any:
+    """Join stored rows or columns; blocks are refined to the gcd of the joined extents."""
+    if is_plain(qs[0]):
+        return torch.cat(list(qs), dim)
+    qs = [q for q in qs if size(q, dim)] or list(qs[:1])
+    if len(qs) == 1:
+        return qs[0]
+    _same_format(qs, what)
+    for q in qs:
+        require_canonical(q, what)
+        _absent(q, what, "perm", "input_scale", *(("pre_scale",) if dim == ROWS else ()))
+    if dim == COLS:
+        for q in qs[:-1]:
+            _require_bytes(q, size(q, dim), what)
+    qs = _common_block(qs, COLS if dim == ROWS else ROWS, [])
+    qs = _common_block(qs, dim, [size(q, dim) for q in qs[:-1]])
+    total = sum(size(q, dim) for q in qs)
+    new = {
+        name: cat_stored([getattr(q, name) for q in qs], dim, what) for name, _, _ in planes(qs[0])
+    }
+    out = replace(
+        qs[0],
+        data=torch.cat([q.data for q in qs], dim),
+        layout=_with_block(qs[0], dim, qs[0].layout.block[dim], total),
+        **new,
+    )
+    return replace(out, inner=(total,)) if dim == COLS else out

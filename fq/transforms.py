@@ -1,0 +1,347 @@
+"""Params -> params: pure functions over parameter dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from fq.leaves import LEAF_TYPES, FakeQuantized
+from fq.layouts.layout import changed
+from fq.policies import Plan, Policy, plan, table
+from fq.primitives import dequantize, fake_quantize, quantize
+from fq.qtensor import QTensor, stack
+
+Params = Mapping[str, Any]
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, LEAF_TYPES)
+
+
+def _as_plan(params: Params, plan_or_policy: Plan | Policy) -> Plan:
+    if not isinstance(plan_or_policy, Plan):
+        return plan(params, plan_or_policy)
+    missing = [e.name for e in plan_or_policy if e.layout is not None and e.name not in params]
+    if missing:
+        raise KeyError(f"quantize_params: the plan names parameters that are not given: {', '.join(missing)}")
+    return plan_or_policy
+
+
+def quantize_params(
+    params: Params,
+    plan_or_policy: Plan | Policy,
+    *,
+    donate: bool = False,
+    check_finite: bool = True,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Quantize a parameter dict leaf by leaf, as a plan or a policy says; the rest is passed through.
+
+    Args:
+        params: name -> tensor.
+        plan_or_policy: what `fq.plan` returned, or a policy for it.
+        donate: pop entries from `params` as they are done, so that the peak stays below the input and
+            two tensors when the dict owns them.
+        check_finite: raise on weights with NaN or inf, naming them, before anything is done.
+        progress: called as progress(name, done, total) after each parameter.
+
+    Tied names (one storage) share one QTensor.
+
+    Raises:
+        ValueError: a weight is not finite, or a pattern matches nothing.
+        KeyError: a plan names a parameter that is not given.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize_params({"w": torch.ones(4, 64), "b": torch.ones(4)}, fq.int4(group_size=32))
+        >>> q["w"].layout, q["b"].dtype
+        (fq.layout('int4:g32'), torch.float32)
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError("quantize_params: expected a dict, got a module; use dict(module.named_parameters())")
+    if donate and not isinstance(params, dict):
+        raise TypeError(f"quantize_params: donate=True pops from a dict, got {type(params).__name__}")
+    made = _as_plan(params, plan_or_policy)
+    chosen = {e.name: e for e in made}
+    if check_finite:
+        bad = [e.name for e in made if e.layout is not None and not _finite(params[e.name])]
+        if bad:
+            raise ValueError(
+                f"quantize_params: not finite: {', '.join(bad)}; fix them, or pass check_finite=False for NaN blocks"
+            )
+    out: dict[str, Any] = {}
+    names = list(params)
+    for done, name in enumerate(names, 1):
+        value = params.pop(name) if donate else params[name]  # type: ignore[attr-defined]
+        entry = chosen.get(name)
+        if entry is None or entry.layout is None:
+            out[name] = value
+        elif entry.tied_to is not None and isinstance(out.get(entry.tied_to), QTensor):
+            out[name] = out[entry.tied_to]
+        else:
+            with torch.no_grad():
+                out[name] = quantize(value, entry.layout, inner=entry.inner)
+        del value
+        if progress is not None:
+            progress(name, done, len(names))
+    return out
+
+
+def _finite(value: Tensor) -> bool:
+    """Whether all of a tensor is finite, without a temporary of its size."""
+    if value.is_meta or value.numel() == 0:
+        return True
+    low, high = torch.aminmax(value.detach())
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def dequantize_params(params: Params) -> dict[str, Any]:
+    """Dequantize the QTensors of a parameter dict; tied ones stay tied.
+
+    Example:
+        >>> import fq, torch
+        >>> q = fq.quantize_params({"w": torch.ones(4, 64)}, fq.int8())
+        >>> fq.dequantize_params(q)["w"].shape
+        torch.Size([4, 64])
+    """
+    done: dict[int, Tensor] = {}
+    out: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, QTensor):
+            if id(value) not in done:
+                done[id(value)] = dequantize(value)
+            value = done[id(value)]
+        elif isinstance(value, FakeQuantized):
+            value = value.weight
+        out[name] = value
+    return out
+
+
+def fake_quantize_params(params: Params, plan_or_policy: Plan | Policy) -> dict[str, Any]:
+    """Fake-quantize a parameter dict: float tensors on the grid, with straight-through gradients.
+
+    For quantization-aware training: differentiate through it, then `quantize_params` with the same policy
+    gives the weights that were trained. A layout with `act` gives a leaf whose matmuls fake-quantize
+    their activation too.
+
+    Raises:
+        ValueError: a pattern matches nothing.
+
+    Example:
+        >>> import fq, torch
+        >>> loss = lambda p: fq.fake_quantize_params(p, fq.int8())["w"].square().sum()
+        >>> torch.func.grad(loss)({"w": torch.ones(1, 4)})["w"].shape
+        torch.Size([1, 4])
+    """
+    chosen = {e.name: e for e in _as_plan(params, plan_or_policy)}
+    out: dict[str, Any] = {}
+    for name, value in params.items():
+        entry = chosen.get(name)
+        if entry is None or entry.layout is None:
+            out[name] = value
+            continue
+        act = entry.layout.act
+        weight = fake_quantize(value, changed(entry.layout.key, act=None))
+        out[name] = weight if act is None else FakeQuantized(weight, act)
+    return out
+
+
+# --- trees ---
+
+
+def tree_stack(trees: list[Params]) -> dict[str, Any]:
+    """Stack parameter dicts of the same names, shapes and layouts along a new first dimension, for vmap.
+
+    Raises:
+        ValueError: names, shapes or layouts differ.
+
+    Example:
+        >>> import fq, torch
+        >>> q = {"w": fq.quantize(torch.ones(2, 4), fq.int8())}
+        >>> fq.tree_stack([q, q])["w"].shape
+        torch.Size([2, 2, 4])
+    """
+    if not trees:
+        raise ValueError("tree_stack: expected at least one tree")
+    names = list(trees[0])
+    for tree in trees[1:]:
+        if set(tree) != set(names):
+            differ = sorted(set(tree) ^ set(names))
+            raise ValueError(f"tree_stack: trees differ in the names {', '.join(differ)}")
+    return {name: _stack_leaves(name, [tree[name] for tree in trees]) for name in names}
+
+
+def _stack_leaves(name: str, values: list[Any]) -> Any:
+    kinds = {type(v) if _is_leaf(v) else Tensor for v in values}
+    if len(kinds) > 1:
+        raise ValueError(f"tree_stack: {name} is quantized in some trees and not in others")
+    first = values[0]
+    if isinstance(first, QTensor):
+        keys = {v.layout.key for v in values}
+        if len(keys) > 1:
+            raise ValueError(f"tree_stack: {name} has layouts {', '.join(sorted(keys))}; fq.requantize to one")
+        if first.data.ndim > 1:
+            return stack(values)
+    if any(tuple(v.shape) != tuple(first.shape) for v in values):
+        raise ValueError(f"tree_stack: {name} has shapes {sorted({tuple(v.shape) for v in values})}")
+    return pytree.tree_map(lambda *ts: torch.stack(ts), *values)
+
+
+def tree_to(tree: Params, device: torch.device | str) -> dict[str, Any]:
+    """Move every tensor of a parameter dict to a device; ties stay ties.
+
+    Example:
+        >>> import fq, torch
+        >>> fq.tree_to({"w": fq.quantize(torch.ones(2, 4), fq.int8())}, "meta")["w"].device
+        device(type='meta')
+    """
+    moved: dict[int, Any] = {}
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        if id(value) not in moved:
+            moved[id(value)] = pytree.tree_map(lambda t: t.to(device), value)
+        out[name] = moved[id(value)]
+    return out
+
+
+def partition(tree: Params, predicate: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a parameter dict by predicate(name, value) into those for which it holds and the rest.
+
+    Absent keys are left out, so that `torch.func.grad` can differentiate one part.
+
+    Example:
+        >>> import fq, torch
+        >>> a, b = fq.partition({"w": torch.ones(2, 2), "b": torch.ones(2)}, lambda n, v: v.ndim > 1)
+        >>> list(a), list(b)
+        (['w'], ['b'])
+    """
+    yes = {n: v for n, v in tree.items() if predicate(n, v)}
+    return yes, {n: v for n, v in tree.items() if n not in yes}
+
+
+def combine(a: Params, b: Params) -> dict[str, Any]:
+    """Join two parameter dicts that share no name; the inverse of `partition`.
+
+    Raises:
+        ValueError: a name is in both.
+
+    Example:
+        >>> import fq
+        >>> fq.combine({"a": 1}, {"b": 2})
+        {'a': 1, 'b': 2}
+    """
+    both = sorted(set(a) & set(b))
+    if both:
+        raise ValueError(f"combine: names in both trees: {', '.join(both)}")
+    return {**a, **b}
+
+
+# --- reports ---
+
+
+def sqnr(a: Any, b: Any) -> float:
+    """Return the signal-to-quantization-noise ratio 20·log10(‖a‖/‖a − b‖) of b against a, in dB.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Example:
+        >>> import fq, torch
+        >>> fq.sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+        20.0
+    """
+    x, y = (dequantize(t, torch.float32) if isinstance(t, QTensor) else t.detach().to(torch.float64) for t in (a, b))
+    if x.shape != y.shape:
+        raise ValueError(f"sqnr: shapes {tuple(x.shape)} and {tuple(y.shape)} differ")
+    x, y = x.to(torch.float64), y.to(torch.float64)
+    return float(20 * torch.log10(x.norm() / (x - y).norm()))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter in a Summary; `sqnr` and `max_error` are against the reference, if one was given."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    nbytes: int
+    bits: float
+    sqnr: float | None = None
+    max_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a parameter dict holds: bytes, bits per weight, and error against a reference; prints as a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(r.nbytes for r in self.rows)
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight over the whole dict."""
+        count = sum(r.nbytes * 8 / r.bits for r in self.rows if r.bits)
+        return self.nbytes * 8 / count if count else 0.0
+
+    def __str__(self) -> str:
+        def number(value: float | None, form: str) -> str:
+            return "" if value is None else format(value, form)
+
+        body = [
+            (
+                r.name,
+                "×".join(map(str, r.shape)),
+                r.layout,
+                f"{r.nbytes / 1e6:.3f}",
+                f"{r.bits:.2f}",
+                number(r.sqnr, ".2f"),
+                number(r.max_error, ".3g"),
+            )
+            for r in self.rows
+        ]
+        head = ("name", "shape", "layout", "MB", "bits", "SQNR dB", "max error")
+        return table([head, *body, ("total", "", "", f"{self.nbytes / 1e6:.3f}", f"{self.bits:.2f}", "", "")])
+
+    __repr__ = __str__
+
+
+def summary(params: Params, reference: Params | None = None) -> Summary:
+    """Summarize a parameter dict: bytes and bits per weight, and the error against a reference dict.
+
+    A tied leaf is counted once, at its first name.
+
+    Raises:
+        KeyError: the reference lacks a quantized name.
+
+    Example:
+        >>> import fq, torch
+        >>> w = {"w": torch.randn(8, 64)}
+        >>> fq.summary(fq.quantize_params(w, fq.int8()), w).rows[0].bits
+        8.5
+    """
+    rows, seen = [], set()
+    for name, value in params.items():
+        tensors = pytree.tree_leaves(value)
+        nbytes = sum(t.nbytes for t in tensors if id(t) not in seen)
+        shared = bool(tensors) and all(id(t) in seen for t in tensors)
+        seen.update(id(t) for t in tensors)
+        shape = tuple(value.shape)
+        count = max(1, pytree.tree_leaves(shape) and torch.Size(shape).numel())
+        layout = value.layout.key if isinstance(value, QTensor) else str(value.dtype).removeprefix("torch.")
+        ratio = error = None
+        if reference is not None and isinstance(value, QTensor) and not value.is_meta:
+            if name not in reference:
+                raise KeyError(f"summary: the reference has no {name!r}")
+            wide = dequantize(value, torch.float32)
+            ratio = sqnr(reference[name], wide)
+            error = float((reference[name].detach().to(torch.float32) - wide).abs().max()) if wide.numel() else 0.0
+        rows.append(Row(name, shape, layout, 0 if shared else nbytes, 0.0 if shared else nbytes * 8 / count, ratio, error))
+    return Summary(tuple(rows))
