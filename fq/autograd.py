@@ -9,7 +9,7 @@ Nothing is saved but the inputs: a backward keeps the packed weight.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from fq import numerics
 from fq.backends.registry import kernels, resolve
+from fq.checks import check_children
 from fq.dynamo import allow_in_graph
 from fq.layouts import Layout, block
 from fq.layouts.element import Float
@@ -25,6 +26,13 @@ from fq.layouts.layout import changed
 from fq.layouts.layout import layout as parse
 from fq.layouts.storage import CANONICAL
 from fq.qtensor import QTensor, Spec, canonical_leaf, from_leaves, to_leaves
+
+
+@dataclass(frozen=True)
+class Static:
+    """A Spec as one argument of a Function; torch.func would flatten the tuple that it is."""
+
+    spec: Spec
 
 
 def plain(device: torch.device) -> AbstractContextManager[Any]:
@@ -36,6 +44,14 @@ def plain(device: torch.device) -> AbstractContextManager[Any]:
 def is_transformed() -> bool:
     """Whether a torch.func transform or forward-mode level is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_forward_mode() -> bool:
+    """Whether a jvp is under way; in a compiled one only the stack of transforms tells."""
+    if forward_ad._current_level >= 0:
+        return True
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
@@ -57,6 +73,12 @@ def run_matmul(x: Tensor, bias: Tensor | None, q: QTensor, backend: str, adjoint
     return kernel.function(x, q)
 
 
+def run_plain(x: Tensor, bias: Tensor | None, q: QTensor, backend: str, adjoint: bool) -> Tensor:
+    """Run the kernel with autocast off."""
+    with plain(x.device):
+        return run_matmul(x, bias, q, backend, adjoint)
+
+
 def _backward_backend(x: Tensor, q: QTensor, backend: str, adjoint: bool) -> tuple[str, QTensor]:
     """Return the backend of a derivative: the same where it has the kernel, else the reference on canonical bytes."""
     name = "linear_adjoint" if adjoint else "linear"
@@ -72,16 +94,17 @@ class MatMul(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, bias: Tensor | None, spec: Spec, backend: str, adjoint: bool, *leaves: Tensor) -> Tensor:
-        with plain(x.device):
-            return run_matmul(x, bias, from_leaves(leaves, spec), backend, adjoint)
+    def forward(x: Tensor, bias: Tensor | None, static: Static, backend: str, adjoint: bool, *leaves: Tensor) -> Tensor:
+        return run_plain(x, bias, from_leaves(leaves, static.spec), backend, adjoint)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, bias, ctx.spec, ctx.backend, ctx.adjoint, *leaves = inputs
+        x, bias, static, ctx.backend, ctx.adjoint, *leaves = inputs
+        ctx.spec = static.spec
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        wanted = any(ctx.needs_input_grad[5:]) or forward_ad._current_level >= 0
+        ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)  # an absent tangent is None, not a dense zero
+        wanted = any(ctx.needs_input_grad[5:]) or is_forward_mode()
         x = x if wanted else None  # only gradients of scales need the activation
         ctx.save_for_backward(x, *leaves)  # packed, never dense
         ctx.save_for_forward(x, *leaves)
@@ -146,7 +169,7 @@ def _seen(x: Tensor, q: QTensor) -> Tensor:
 def _derivative(g: Tensor, q: QTensor, backend: str, adjoint: bool) -> Tensor:
     backend, q = _backward_backend(g, q, backend, adjoint)
     leaves, spec = to_leaves(q)
-    return MatMul.apply(g, None, spec, backend, adjoint, *leaves)
+    return MatMul.apply(g, None, Static(spec), backend, adjoint, *leaves)
 
 
 class Dequantize(torch.autograd.Function):
@@ -155,13 +178,15 @@ class Dequantize(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(spec: Spec, dtype: torch.dtype, backend: str, *leaves: Tensor) -> Tensor:
-        q = from_leaves(leaves, spec)
+    def forward(static: Static, dtype: torch.dtype, backend: str, *leaves: Tensor) -> Tensor:
+        q = from_leaves(leaves, static.spec)
         return resolve("dequantize", backend, q, dtype).function(q, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.spec, ctx.dtype, _, *leaves = inputs
+        ctx.set_materialize_grads(False)
+        static, ctx.dtype, _, *leaves = inputs
+        ctx.spec = static.spec
         ctx.save_for_backward(*leaves)
         ctx.save_for_forward(*leaves)
 
@@ -188,10 +213,11 @@ class FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, key: str) -> Tensor:
         q = numerics.quantize_matrix(x.to(torch.float32), parse(key), scale=scale, zero_point=zero_point)
-        return numerics.dequantize_matrix(q).to(x.dtype)
+        return numerics.dequantize_matrix(q, x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
         x, scale, zero_point, ctx.key = inputs
         ctx.given = (scale is not None, zero_point is not None)
         saved = [t for t in (x, scale, zero_point) if t is not None]
@@ -269,6 +295,8 @@ def _fake_parts(ctx: Any) -> tuple[Any, ...]:
 
 @allow_in_graph
 def call_matmul(x: Tensor, bias: Tensor | None, spec: Spec, backend: str, adjoint: bool, *leaves: Tensor) -> Tensor:
+    q = from_leaves(leaves, spec)
+    check_children("linear", q)
     if wants_grad(x, bias, *leaves) or is_transformed():
         for leaf in leaves:
             if leaf.is_inference() and wants_grad(x, bias, *leaves):
@@ -276,15 +304,16 @@ def call_matmul(x: Tensor, bias: Tensor | None, spec: Spec, backend: str, adjoin
                     "linear: the weight was made under inference_mode and cannot be saved for a backward; "
                     "call fq.QTensor.clone() on it outside inference_mode, or quantize under no_grad"
                 )
-        return MatMul.apply(x, bias, spec, backend, adjoint, *leaves)
-    return MatMul.forward(x, bias, spec, backend, adjoint, *leaves)
+        return MatMul.apply(x, bias, Static(spec), backend, adjoint, *leaves)
+    return run_plain(x, bias, q, backend, adjoint)
 
 
 @allow_in_graph
 def call_dequantize(spec: Spec, dtype: torch.dtype, backend: str, *leaves: Tensor) -> Tensor:
+    check_children("dequantize", from_leaves(leaves, spec))
     if wants_grad(*leaves) or is_transformed():
-        return Dequantize.apply(spec, dtype, backend, *leaves)
-    return Dequantize.forward(spec, dtype, backend, *leaves)
+        return Dequantize.apply(Static(spec), dtype, backend, *leaves)
+    return Dequantize.forward(Static(spec), dtype, backend, *leaves)
 
 
 @allow_in_graph
@@ -313,6 +342,7 @@ def call_quantize(
 @allow_in_graph
 def call_embedding(ids: Tensor, spec: Spec, dtype: torch.dtype, backend: str, *leaves: Tensor) -> Tensor:
     q = from_leaves(leaves, spec)
+    check_children("embedding", q)
     if wants_grad(*leaves) or is_transformed():
         rows, spec = to_leaves(q[ids.reshape(-1)])
         return call_dequantize(spec, dtype, "reference", *rows).reshape(*ids.shape, q.inner[0])

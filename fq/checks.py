@@ -26,9 +26,18 @@ def check_float(what: str, name: str, x: Any) -> None:
 
 
 def check_qtensor(what: str, q: Any) -> None:
-    """Raise unless q is a QTensor whose children fit its layout."""
+    """Raise unless q is a QTensor whose children fit its layout.
+
+    Traced code sees only the type; the opaque calls check the rest, on fake tensors, without guards.
+    """
     if not isinstance(q, QTensor):
         raise TypeError(f"{what}: expected a QTensor, got {type(q).__name__}; quantize it first")
+    if not torch.compiler.is_compiling():
+        check_children(what, q)
+
+
+def check_children(what: str, q: QTensor) -> None:
+    """Raise ValueError unless the dtypes and sizes of q's children fit its layout."""
     if q.layout.storage == CANONICAL:
         _check_children(what, q)
 

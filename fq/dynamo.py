@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -50,10 +51,17 @@ def allow_in_graph(function: F) -> F:
     return function
 
 
-def constant(function: F) -> F:
-    """Let Dynamo call `function` on constants while it traces and keep the result.
+def cached_constant(function: F) -> F:
+    """Cache `function`, and let Dynamo call it on constants while it traces and keep the result.
 
-    It sets the one attribute that torch.compiler.assume_constant_result sets after importing Dynamo.
+    It sets the one attribute that torch.compiler.assume_constant_result sets after importing Dynamo; the
+    cache is inside, where Dynamo does not look.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+    cached = functools.lru_cache(maxsize=None)(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return cached(*args, **kwargs)
+
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]

@@ -160,15 +160,21 @@ def _centred(q: QTensor, shape: tuple[int, int]) -> Tensor:
     return codes - block.expand(load_zero(q.zero_point, q.layout), shape, q.layout.block)
 
 
-def dequantize_matrix(q: QTensor) -> Tensor:
-    """Return the stored matrix (*lead, R, C) in float32."""
+def dequantize_matrix(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the stored matrix (*lead, R, C), computed in float32 and rounded once to `dtype`.
+
+    It saturates: rounding up, the largest code may stand for more than the largest number of `dtype`.
+    """
     codes = decode_matrix(q)
     shape = (codes.shape[-2], codes.shape[-1])
     spread = block.expand(load_scale(q.scale, q.layout.scale), shape, q.layout.block)
     if q.layout.zero_point is None:
-        return codes * spread
-    zero = block.expand(load_zero(q.zero_point, q.layout), shape, q.layout.block)
-    return (codes - zero) * spread if q.layout.zero_point == "int" else codes * spread + zero
+        w = codes * spread
+    else:
+        zero = block.expand(load_zero(q.zero_point, q.layout), shape, q.layout.block)
+        w = (codes - zero) * spread if q.layout.zero_point == "int" else codes * spread + zero
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return torch.clamp(w, -largest, largest).to(dtype)
 
 
 def quantize_activation(x: Tensor, q: QTensor) -> QTensor:

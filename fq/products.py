@@ -16,11 +16,12 @@ from fq.backends.registry import check_name, requested, verdicts
 from fq.checks import check_float, check_qtensor
 from fq.errors import BackendError
 from fq.layouts import Layout
+from fq.layouts import layout as parse
 from fq.layouts.element import E2M1, E4M3, Int, UInt
 from fq.layouts.scale import E8M0
 from fq.layouts.storage import CANONICAL, HOOKS
 from fq.primitives import _unpermute
-from fq.qtensor import QTensor, canonical_leaf, stored_layout, to_leaves
+from fq.qtensor import QTensor, canonical_leaf, stored_key, to_leaves
 from fq.structure import as_matrix, map_lead
 
 
@@ -256,8 +257,7 @@ def _from_tuple(name: str, x: Tensor, parts: tuple[Any, ...], layout: Layout | N
             return value
         return QTensor(value[0], child(value[1], kind.scale), kind, torch.float32, (value[0].shape[-1],))
 
-    rows, cols = layout.block
-    stored = stored_layout(layout.key, 1 < rows >= data.shape[-2], 1 < cols >= size)
+    stored = parse(stored_key(layout, (data.shape[-2], size)))
     return QTensor(data, child(scale, layout.scale), stored, x.dtype, (size,), child(zero[0], layout.zero_point) if zero else None)
 
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import optree
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fq import indexing
 from fq.errors import UnsupportedOp
+from fq.indexing import cat as cat
+from fq.indexing import stack as stack
 from fq.layouts import Layout, block, layout
 from fq.layouts.layout import stored_layout
 from fq.layouts.storage import CANONICAL, HOOKS
@@ -56,7 +59,7 @@ def apply_rule(leaf_type: type, function: Any, args: tuple[Any, ...], kwargs: di
         rules = _RULES.get(function._schema.name)
     rule = rules.get(leaf_type) if rules is not None else None
     if rule is None:
-        name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+        name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
         raise UnsupportedOp(
             f"{name}: no rule for a {leaf_type.__name__}; register one with fq.register_rule, "
             "or call fq.dequantize on the leaf first"
@@ -126,6 +129,8 @@ class QTensor:
     @property
     def T(self) -> QTensor:
         """The transpose of a matrix: flips `layout.axis`, moves no byte."""
+        if self.ndim > 2:
+            raise ValueError(f"QTensor.T is for matrices, got shape {tuple(self.shape)}; use mT")
         return self if self.ndim == 1 else self.mT
 
     @property
@@ -169,7 +174,7 @@ class QTensor:
     def transpose(self, dim0: int, dim1: int) -> QTensor:
         """Exchange two dimensions; the last two flip `layout.axis` and move no byte."""
         order = list(range(self.ndim))
-        a, b = indexing.dim(self, dim0), indexing.dim(self, dim1)
+        a, b = indexing.position(self, dim0), indexing.position(self, dim1)
         order[a], order[b] = order[b], order[a]
         return self.permute(*order)
 
@@ -184,47 +189,38 @@ class QTensor:
     view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> QTensor:
-        start, end = indexing.dim(self, start_dim), indexing.dim(self, end_dim)
+        start, end = indexing.position(self, start_dim), indexing.position(self, end_dim)
         shape = self.shape
         return self.reshape(*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :])
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> QTensor:
-        at, shape = indexing.dim(self, dim), self.shape
+        at, shape = indexing.position(self, dim), self.shape
         return self.reshape(*shape[:at], *indexing.infer(sizes, shape[at], "unflatten"), *shape[at + 1 :])
 
     def unsqueeze(self, dim: int) -> QTensor:
-        at = dim if dim >= 0 else dim + self.ndim + 1
+        at = indexing.position(self, dim, 1)
         return self.reshape(*self.shape[:at], 1, *self.shape[at:])
 
-    def squeeze(self, dim: int) -> QTensor:
-        at, shape = indexing.dim(self, dim), self.shape
-        return self if shape[at] != 1 else self.reshape(*shape[:at], *shape[at + 1 :])
+    def squeeze(self, dim: int | Sequence[int] | None = None) -> QTensor:
+        dims = range(self.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+        return indexing.squeeze(self, dims)
 
     def expand(self, *sizes: Any) -> QTensor:
         """Expand leading dimensions as views."""
         return indexing.expand(self, _sizes(sizes))
 
     def narrow(self, dim: int, start: int, length: int) -> QTensor:
-        index = [slice(None)] * self.ndim
-        index[dim] = slice(start, start + length)
-        return self[tuple(index)]
+        return indexing.narrow(self, dim, start, length)
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[QTensor, ...]:
-        total = self.shape[dim]
-        if isinstance(split_size, int):
-            sizes = [min(split_size, total - i) for i in range(0, total, split_size)] or [0]
-        else:
-            sizes = list(split_size)
-        if sum(sizes) != total:
-            raise ValueError(f"split: sizes {sizes} do not add up to {total}, the size of dimension {dim}")
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return tuple(self.narrow(dim, a, n) for a, n in zip(starts, sizes, strict=True))
+        return indexing.split(self, split_size, dim)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[QTensor, ...]:
-        return self.split(max(1, -(-self.shape[dim] // chunks)), dim)
+        size = self.shape[dim]
+        return self.split(-(-size // chunks), dim) if size else (self,) * chunks
 
     def unbind(self, dim: int = 0) -> tuple[QTensor, ...]:
-        at = indexing.dim(self, dim)
+        at = indexing.position(self, dim)
         return tuple(self[(*[slice(None)] * at, i)] for i in range(self.shape[at]))
 
     # --- moving and copying ---
@@ -286,19 +282,6 @@ class QTensor:
 
 def _sizes(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-
-
-# --- joining ---
-
-
-def cat(tensors: Sequence[QTensor], dim: int = 0) -> QTensor:
-    """Concatenate; along a blocked dimension blocks are refined to the gcd of the joined extents."""
-    return indexing.cat(tensors, dim)
-
-
-def stack(tensors: Sequence[QTensor], dim: int = 0) -> QTensor:
-    """Stack along a new leading dimension."""
-    return indexing.stack(tensors, dim)
 
 
 # --- pytree ---
@@ -365,6 +348,14 @@ def _load(text: str) -> _Context:
     return layout(key), getattr(torch, dtype), tuple(inner), tuple(names)
 
 
+# For users, in the namespace that all others fall back to; fq itself uses torch's pytree only.
+optree.register_pytree_node(
+    QTensor,
+    lambda q: (*_flatten(q), _flatten(q)[1][3]),
+    lambda context, children: _unflatten(children, context),
+    path_entry_type=optree.GetAttrEntry,
+    namespace=optree.registry.__GLOBAL_NAMESPACE,
+)
 pytree.register_pytree_node(
     QTensor,
     _flatten,
@@ -398,4 +389,6 @@ def spec_of(layout_: Layout, shape: tuple[int, int], dtype: torch.dtype, inner: 
 def stored_key(layout_: Layout, shape: tuple[int, int]) -> str:
     """Return the key of the layout under which a matrix of `shape` is stored."""
     rows, cols = layout_.block
-    return stored_layout(layout_.key, 1 < rows >= shape[0], 1 < cols >= shape[1]).key
+    whole_rows = True if 1 < rows >= shape[0] else False  # noqa: SIM210 - a symbolic comparison becomes a guard
+    whole_cols = True if 1 < cols >= shape[1] else False  # noqa: SIM210
+    return stored_layout(layout_.key, whole_rows, whole_cols).key

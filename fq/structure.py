@@ -50,14 +50,22 @@ def size(q: QTensor, dim: int) -> int:
 
 
 def is_plain(plane: Any) -> bool:
+    """Whether a plane is a tensor, not a QTensor."""
     return isinstance(plane, Tensor)
 
 
 def map_lead(q: QTensor, f: Callable[[Tensor], Tensor]) -> QTensor:
     """Apply `f`, which leaves the last two dimensions alone, to every tensor of q."""
+    lead = q.data.ndim - 2
 
     def on(plane: Any) -> Any:
-        return f(plane) if is_plain(plane) else map_lead(plane, f)
+        if not is_plain(plane):
+            return map_lead(plane, f)
+        if q.layout.storage == CANONICAL:
+            return f(plane)
+        own = plane.shape[lead:]  # a kernel's byte order may keep any shape per matrix
+        out = f(plane.reshape(*plane.shape[:lead], 1, prod(own)))
+        return out.reshape(*out.shape[:-2], *own)
 
     return replace(q, data=f(q.data), **{name: on(plane) for name, plane, _ in planes(q)})
 
@@ -71,6 +79,7 @@ def _with_block(q: QTensor, dim: int, block: int, new_size: int) -> Any:
 
 
 def require_canonical(q: QTensor, what: str) -> None:
+    """Raise if q is in a kernel's own byte order."""
     if q.layout.storage != CANONICAL:
         raise ValueError(
             f"{what}: storage {q.layout.storage!r} is defined per matrix and only leading dimensions can be "
@@ -82,8 +91,14 @@ def _require_bytes(q: QTensor, at: int, what: str) -> None:
     step = period(q.layout.element.bits)[0]
     if at % step:
         raise ValueError(
-            f"{what}: column {at} is inside a byte; {q.layout.element.name} columns are cut at multiples of {step}"
+            f"{what}: column {at} is inside a byte; {q.layout.element.name} is cut at multiples of {step}"
         )
+
+
+def _recode(q: QTensor, size: int, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return q's data with its codes, `size` a row, rearranged along the rows by `f`."""
+    bits = q.layout.element.bits
+    return f(q.data) if bits == 8 else pack(f(unpack(q.data, bits, size)), bits)
 
 
 def _absent(q: QTensor, what: str, *names: str) -> None:
@@ -103,6 +118,7 @@ def narrow(q: Any, dim: int, start: int, length: int, what: str = "narrow") -> A
     if start == 0 and length == full:
         return q
     require_canonical(q, what)
+    start = start if length else 0  # nothing can be cut anywhere, and keeps one block
     if dim == COLS:
         _absent(q, what, "perm")
         bits = q.layout.element.bits
@@ -110,7 +126,7 @@ def narrow(q: Any, dim: int, start: int, length: int, what: str = "narrow") -> A
         first = start * bits // 8
         data = q.data.narrow(-1, first, row_bytes(length, bits))
         if (length * bits) % 8 and start + length < full:  # bits past the end belong to others
-            data = pack(unpack(data, bits, length), bits)
+            data = _recode(replace(q, data=data), length, lambda codes: codes)
     else:
         data = q.data.narrow(-2, start, length)
     cut = {}
@@ -122,7 +138,7 @@ def narrow(q: Any, dim: int, start: int, length: int, what: str = "narrow") -> A
         if start % block:
             axis = "row" if dim == ROWS else "column"
             raise ValueError(
-                f"{what}: {axis} {start} is inside a block; start at a multiple of {block}, or dequantize first"
+                f"{what}: {axis} {start} is inside a block; start at a multiple of {block}, or dequantize"
             )
         first = start // block
         cut[name] = narrow(plane, dim, first, count(start + length, block) - first, what)
@@ -139,7 +155,7 @@ def take_rows(q: Any, index: Tensor, what: str = "index") -> Any:
     new = {}
     for name, plane, (block, _) in planes(q):
         if block not in (1, -1):
-            raise ValueError(f"{what}: rows share blocks of {block}; gathering rows needs blocks one row high")
+            raise ValueError(f"{what}: rows share blocks of {block}; gathering needs blocks one row high")
         new[name] = plane if block == -1 else take_rows(plane, index, what)
     return replace(q, data=q.data.index_select(-2, index), **new)
 
@@ -168,8 +184,7 @@ def repeat(q: Any, dim: int, times: int, length: int) -> Any:
         return narrow(q, dim, 0, length)
     full = size(q, dim)
     if dim == COLS:
-        bits = q.layout.element.bits
-        data = pack(unpack(q.data, bits, full).repeat_interleave(times, -1), bits)
+        data = _recode(q, full, lambda codes: codes.repeat_interleave(times, -1))
         q = replace(q, inner=(full * times,))
     else:
         data = q.data.repeat_interleave(times, -2)
@@ -181,11 +196,12 @@ def repeat(q: Any, dim: int, times: int, length: int) -> Any:
 def _refine(plane: Any, dim: int, full: int, block: int, finer: int) -> Any:
     """Return the plane of blocks of `finer`, which divides `block`, over `full` rows or columns."""
     old = full if block == -1 else block
-    return plane if old == finer else repeat(plane, dim, old // finer, count(full, finer))
+    return plane if old == finer else repeat(plane, dim, max(1, old // finer), count(full, finer))
 
 
 def refine(q: QTensor, dim: int, block: int) -> QTensor:
     """Repeat scales so that blocks are `block` rows or columns, a divisor of the present ones."""
+    require_canonical(q, "refine")
     full, old = size(q, dim), q.layout.block[dim]
     new = {
         name: _refine(plane, dim, full, old, block)
@@ -219,6 +235,8 @@ def merge(q: Any, dim: int, what: str = "reshape") -> Any:
     if dim == COLS:
         _require_bytes(q, full, what)
     block = _finer(q.layout.block[dim], full)
+    if lead == 0 and block != 1:
+        raise ValueError(f"{what}: an empty tensor cannot keep blocks of {block}; dequantize first")
     new = {
         name: merge(_refine(plane, dim, full, blocks[dim], block if name != "pre_scale" else 1), dim, what)
         for name, plane, blocks in planes(q)
@@ -228,25 +246,24 @@ def merge(q: Any, dim: int, what: str = "reshape") -> Any:
     return replace(out, inner=(full * lead,)) if dim == COLS else out
 
 
-def split(q: Any, dim: int, lead: tuple[int, ...], what: str = "reshape") -> Any:
-    """Split the rows or columns of the stored matrix into leading dimensions `lead` and the rest."""
-    full = q.shape[dim] if is_plain(q) else size(q, dim)
-    rest = full // prod(lead)
+def split(q: Any, dim: int, sizes: Sequence[int], what: str = "reshape") -> Any:
+    """Split the rows or columns of the stored matrix into leading dimensions and the rest."""
+    *lead, rest = sizes
 
-    def plain(t: Tensor) -> Tensor:
-        sizes = (*lead, t.shape[dim] // prod(lead))
-        t = t.unflatten(dim, sizes)
+    def plain(t: Tensor, rest: int) -> Tensor:
+        t = t.unflatten(dim, (*lead, rest))
         return t if dim == ROWS else t.movedim(-2 - len(lead), -2)
 
     def spread(t: Tensor) -> Tensor:  # one value for all: the same for each part
-        for n in reversed(lead):
-            t = t.unsqueeze(-3).expand(*t.shape[:-2], n, *t.shape[-2:])
-        return t
+        own = t.shape[-2:]
+        return t.reshape(*t.shape[:-2], *[1] * len(lead), *own).expand(*t.shape[:-2], *lead, *own)
 
     if is_plain(q):
-        return plain(q)
+        return plain(q, rest)
     require_canonical(q, what)
+    full, width = size(q, dim), rest
     if dim == COLS:
+        width = row_bytes(rest, q.layout.element.bits)
         _absent(q, what, "perm")
         _require_bytes(q, rest, what)
     new, block = {}, q.layout.block[dim]
@@ -255,9 +272,10 @@ def split(q: Any, dim: int, lead: tuple[int, ...], what: str = "reshape") -> Any
             new[name] = spread(plane) if is_plain(plane) else map_lead(plane, spread)
         else:
             finer = gcd(blocks[dim], rest)
-            new[name] = split(_refine(plane, dim, full, blocks[dim], finer), dim, lead, what)
+            cells = (*lead, count(rest, finer))
+            new[name] = split(_refine(plane, dim, full, blocks[dim], finer), dim, cells, what)
     layout = q.layout if block == -1 else _with_block(q, dim, gcd(block, rest), rest)
-    out = replace(q, data=plain(q.data), layout=layout, **new)
+    out = replace(q, data=plain(q.data, width), layout=layout, **new)
     return replace(out, inner=(rest,)) if dim == COLS else out
 
 
@@ -269,7 +287,7 @@ def exchange_rows(q: Any, order: Sequence[int], what: str = "permute") -> Any:
     for name, _, (block, _) in planes(q):
         if block != 1:
             raise ValueError(
-                f"{what}: exchanging rows with a leading dimension needs blocks one row high, {name} has {block}"
+                f"{what}: rows and leading dimensions change places where blocks are one row high; {name} has {block}"
             )
     new = {name: exchange_rows(plane, order, what) for name, plane, _ in planes(q)}
     return replace(q, data=q.data.permute(*order, q.data.ndim - 1), **new)
@@ -286,7 +304,7 @@ def as_matrix(q: QTensor) -> QTensor:
 def _same_format(qs: Sequence[QTensor], what: str) -> None:
     first = qs[0]
     for q in qs[1:]:
-        same = changed(q.layout.key, block=first.layout.block) == first.layout
+        same = changed(q.layout.key, block=first.layout.block).key == first.layout.key
         children = [n for n, _, _ in planes(q)] == [n for n, _, _ in planes(first)]
         if not (same and children and q.dtype == first.dtype):
             raise ValueError(
@@ -295,7 +313,7 @@ def _same_format(qs: Sequence[QTensor], what: str) -> None:
             )
 
 
-def _join(parts: Sequence[Any], f: Callable[[list[Tensor]], Tensor], what: str) -> Any:
+def join(parts: Sequence[Any], f: Callable[[list[Tensor]], Tensor], what: str) -> Any:
     """Join tensors that differ in leading dimensions only."""
     if is_plain(parts[0]):
         return f(list(parts))
@@ -303,7 +321,7 @@ def _join(parts: Sequence[Any], f: Callable[[list[Tensor]], Tensor], what: str) 
     parts = _common_block(parts, ROWS, [])
     parts = _common_block(parts, COLS, [])
     names = [name for name, _, _ in planes(parts[0])]
-    new = {name: _join([getattr(p, name) for p in parts], f, what) for name in names}
+    new = {name: join([getattr(p, name) for p in parts], f, what) for name in names}
     return replace(parts[0], data=f([p.data for p in parts]), **new)
 
 
@@ -333,9 +351,7 @@ def cat_stored(qs: Sequence[Any], dim: int, what: str = "cat") -> Any:
     qs = _common_block(qs, COLS if dim == ROWS else ROWS, [])
     qs = _common_block(qs, dim, [size(q, dim) for q in qs[:-1]])
     total = sum(size(q, dim) for q in qs)
-    new = {
-        name: cat_stored([getattr(q, name) for q in qs], dim, what) for name, _, _ in planes(qs[0])
-    }
+    new = {name: cat_stored([getattr(q, name) for q in qs], dim, what) for name, _, _ in planes(qs[0])}
     out = replace(
         qs[0],
         data=torch.cat([q.data for q in qs], dim),

@@ -64,7 +64,7 @@ def _operator(schema: str, shape: Callable[..., Any], weights: int) -> Callable[
         def batched(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
             op = getattr(torch.ops.fq, name)
             front = [a.movedim(d, 0) if d is not None else a for a, d in zip(args, dims, strict=True)]
-            if all(d is None for d in dims[1 : 1 + weights]) and args[0].ndim == 3:  # more rows, one call
+            if weights and all(d is None for d in dims[1 : 1 + weights]) and args[0].ndim == 3:  # more rows, one call
                 x = front[0]
                 y = op(x.reshape(x.shape[0] * x.shape[1], x.shape[2]), *front[1:])
                 return y.reshape(x.shape[0], x.shape[1], y.shape[-1]), 0
@@ -91,7 +91,7 @@ def _int4_mm(x: Tensor, data: Tensor, scale: Tensor, group: int) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty((0, data.shape[0]))
     return torch.ops.aten._weight_int4pack_mm_for_cpu(
-        x.contiguous(), data.contiguous(), group, scale.contiguous()
+        x.contiguous(), data, group, scale
     )
 
 
@@ -174,7 +174,7 @@ register_storage("aten_cpu", Hook(_int4_accepts, _int4_prepack, _int4_canonical,
 def _int8_mm(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     if 0 in x.shape or 0 in data.shape:
         return x.new_zeros((x.shape[0], data.shape[0]))
-    return torch.ops.aten._weight_int8pack_mm(x.contiguous(), data.contiguous(), scale.reshape(-1))
+    return torch.ops.aten._weight_int8pack_mm(x.contiguous(), data, scale.reshape(-1))
 
 
 @_operator(
@@ -197,6 +197,8 @@ def _supports(x: Tensor, q: QTensor) -> str | None:
     layout = q.layout
     if x.device.type != "cpu":
         return f"device is {x.device.type}, these kernels run on cpu"
+    if not q.data.is_contiguous() or not q.scale.is_contiguous():
+        return "the weight is not contiguous and nothing is copied in the call; call .contiguous() once"
     if layout.storage == "aten_cpu":
         dtype = q.scale.dtype
         if x.dtype == dtype:
@@ -208,8 +210,6 @@ def _supports(x: Tensor, q: QTensor) -> str | None:
         return "int4 runs from its own byte order; call fq.prepack(q) once, ahead"
     if not _plain_int8(layout):
         return f"{layout.key} is neither int8 by row nor prepacked int4"
-    if not q.data.is_contiguous():
-        return "data is not contiguous and nothing is copied in the call; call .contiguous() once"
     act = layout.act
     if act is None:
         if layout.scale != x.dtype:

@@ -37,14 +37,14 @@ def quantize(
 @implements("dequantize", backend="reference")
 def dequantize(q: QTensor, dtype: torch.dtype) -> Tensor:
     """Return the stored matrix (*lead, R, C)."""
-    return dequantize_matrix(canonical_leaf(q)).to(dtype)
+    return dequantize_matrix(canonical_leaf(q), dtype)
 
 
 @implements("embedding", backend="reference")
 def embedding(ids: Tensor, q: QTensor, dtype: torch.dtype) -> Tensor:
     """Gather rows of q (R, C) and decode only those: (*ids, C)."""
     rows = q[ids.reshape(-1)]
-    return dequantize_matrix(rows).to(dtype).reshape(*ids.shape, rows.inner[0])
+    return dequantize_matrix(rows, dtype).reshape(*ids.shape, rows.inner[0])
 
 
 @implements("linear", backend="reference")

@@ -38,7 +38,8 @@ class Kernel:
 class _State(threading.local):
     """The backend that `use_backend` asks for in this thread (Dynamo cannot trace a ContextVar)."""
 
-    backend: str = "auto"
+    def __init__(self) -> None:  # an instance attribute: Dynamo guards it, and not a class's default
+        self.backend = "auto"
 
 
 _KERNELS: dict[str, list[Kernel]] = {}

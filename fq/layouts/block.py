@@ -11,8 +11,10 @@ Block = tuple[int, int]
 
 
 def count(size: int, block: int) -> int:
-    """Return how many blocks cover `size` elements; a whole dimension is one block, even when empty."""
-    return 1 if block == -1 else (size + block - 1) // block
+    """Return how many blocks cover `size` elements; a covering block is one block, even when empty."""
+    if block == 1:
+        return size
+    return 1 if block == -1 or size == 0 else (size + block - 1) // block
 
 
 def grid(shape: tuple[int, int], block: Block) -> tuple[int, int]:
@@ -32,11 +34,11 @@ def _reduce_axis(x: Tensor, dim: int, block: int, op: Callable[..., Tensor]) -> 
     size = x.shape[dim]
     if block == 1:
         return x
+    if size == 0:
+        shape = list(x.shape)
+        shape[dim] = 1
+        return x.new_zeros(shape)
     if block == -1:
-        if size == 0:
-            shape = list(x.shape)
-            shape[dim] = 1
-            return x.new_zeros(shape)
         return op(x, dim, keepdim=True)
     whole = size // block
     parts = []
@@ -44,8 +46,6 @@ def _reduce_axis(x: Tensor, dim: int, block: int, op: Callable[..., Tensor]) -> 
         parts.append(op(x.narrow(dim, 0, whole * block).unflatten(dim, (whole, block)), dim if dim == -1 else -2))
     if size % block:
         parts.append(op(x.narrow(dim, whole * block, size % block), dim, keepdim=True))
-    if not parts:
-        return x
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -55,7 +55,7 @@ def expand(values: Tensor, shape: tuple[int, int], block: Block) -> Tensor:
 
 
 def _expand_axis(values: Tensor, dim: int, size: int, block: int) -> Tensor:
-    if block in (1, -1):  # one value per element, or one for all: broadcasting does it
+    if block in (1, -1) or values.shape[dim] == 1:  # one value per element, or one for all: broadcasting does it
         return values
     return values.repeat_interleave(block, dim).narrow(dim, 0, size)
 

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,10 @@ from torch import Tensor
 
 def round_to_grid(x: Tensor, noise: Tensor | None = None) -> Tensor:
     """Round to the nearest integer, ties to even; with uniform `noise` in [0, 1) stochastically."""
-    return torch.round(x) if noise is None else torch.floor(x + noise)
+    if noise is None:
+        return torch.round(x)
+    low = torch.floor(x)
+    return low + (noise < x - low).to(x.dtype)  # x + noise would round, and move grid points
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -122,6 +126,8 @@ class Float:
         if self.bias is None:
             bias = (1 << (self.exponent - 1)) - 1 + (self.special == "fnuz")
             object.__setattr__(self, "bias", bias)
+        if 1 - self._bias - self.mantissa < -126 or (self.largest_code >> self.mantissa) - self._bias > 127:
+            raise ValueError(f"Float: with bias={self.bias} its numbers reach beyond float32's normal ones")
 
     @property
     def _bias(self) -> int:
@@ -200,7 +206,12 @@ class Float:
         magnitude = torch.clamp(x.abs() if self.signed else x, 0.0, self.max)
         lowest = 1 - self._bias
         exponent = torch.clamp((magnitude.view(torch.int32) >> 23) - 127, min=lowest)
-        steps = round_to_grid(magnitude / power_of_two(exponent - self.mantissa), noise)
+        steps = magnitude / power_of_two(exponent - self.mantissa)
+        if self.mantissa:
+            steps = round_to_grid(steps, noise)
+        else:  # a tie's even neighbour is told by the exponent
+            odd = (exponent - lowest) & 1
+            steps = round_to_grid(steps - odd, noise) + odd
         # Linear in the code within a binade, and a carry into the next binade is the next code.
         codes = ((exponent - lowest) << self.mantissa) + steps.nan_to_num(0.0).to(torch.int32)
         codes = torch.clamp(codes, max=self.largest_code)
@@ -239,7 +250,8 @@ class Codebook:
     label: str = ""
 
     def __post_init__(self) -> None:
-        if not 2 <= len(self.values) <= 256 or list(self.values) != sorted(set(self.values)):
+        ascending = all(low < high for low, high in pairwise(self.values))
+        if not (2 <= len(self.values) <= 256 and ascending and all(map(math.isfinite, self.values))):
             raise ValueError(f"Codebook: expected 2 to 256 ascending values, got {self.values!r}")
 
     @property
@@ -271,14 +283,21 @@ class Codebook:
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """Count the midpoints below x, one comparison at a time; NaN becomes 0."""
         codes = torch.zeros_like(x, dtype=torch.uint8)
-        for low, high in zip(self.values, self.values[1:], strict=False):
-            point = (low + high) / 2 if noise is None else low + (high - low) * (1 - noise)
-            codes = codes + (x > point if noise is None else x >= point).to(torch.uint8)
+        for low, high in pairwise(self.values):
+            middle = _float32_below((low + high) / 2)
+            above = x > middle if noise is None else (x - low) / (high - low) > noise
+            codes = codes + above.to(torch.uint8)
         return codes
 
     def decode(self, codes: Tensor) -> Tensor:
         table = torch.tensor(self.values, dtype=torch.float32, device=codes.device)
         return table[torch.clamp(codes.to(torch.int64), max=len(self.values) - 1)]
+
+
+def _float32_below(value: float) -> float:
+    """Return the largest float32 number not above `value`: float32 numbers compare alike with both."""
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(math.floor(math.ldexp(fraction, 24)), exponent - 24)
 
 
 Element = Int | UInt | Float | Codebook
@@ -309,6 +328,8 @@ E2M1, E4M3, E5M2 = Float(2, 1), Float(4, 3), Float(5, 2)
 
 def element(name: str) -> Element:
     """Return the element that `name` spells: int1..8, uint1..8, e2m1, ue4m3, e4m3fnuz, nf4, lut(...)."""
+    if not isinstance(name, str):
+        raise TypeError(f"element: expected a name such as 'int8', got {name!r}")
     if match := re.fullmatch(r"(u?)int([1-8])", name):
         return (UInt if match[1] else Int)(int(match[2]))
     if match := re.fullmatch(r"(u?)e(\d)m(\d)(finite|fnuz|fn|ieee)?(?:b(-?\d+))?", name):
@@ -316,8 +337,8 @@ def element(name: str) -> Element:
         return Float(int(match[2]), int(match[3]), not match[1], bias, match[4])
     if name == "nf4":
         return NF4
-    if match := re.fullmatch(r"lut\((.*)\)", name):
-        return Codebook(tuple(float(v) for v in match[1].split(",")))
+    if match := re.fullmatch(r"lut\(([-+.\deE,]*)\)", name):
+        return Codebook(tuple(float(v) for v in match[1].split(",") if v))
     raise ValueError(f"element: unknown name {name!r}; known are int1..8, uint1..8, eXmY, ueXmY, nf4, lut(...)")
 
 

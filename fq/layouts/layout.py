@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from fq.dynamo import constant
+from fq.dynamo import cached_constant
 from fq.layouts import scale as scales
 from fq.layouts.block import Block
 from fq.layouts.element import Codebook, Element, Float, Int, UInt, element
@@ -52,6 +51,8 @@ class Layout:
     def __post_init__(self) -> None:
         if not isinstance(self.element, Int | UInt | Float | Codebook):
             raise TypeError(f"Layout: element must be Int, UInt, Float or Codebook, got {self.element!r}")
+        if element(self.element.name) != self.element:
+            raise ValueError(f"Layout: the label of {self.element!r} names another element")
         _set(self, "block", check_block(self.block))
         if not isinstance(self.scale, Layout):
             _set(self, "scale", scales.dtype_of(self.scale))
@@ -61,6 +62,8 @@ class Layout:
             raise ValueError(f"Layout: axis must be -1 or -2, got {self.axis!r}")
         if self.storage not in STORAGES:
             raise ValueError(f"Layout: unknown storage {self.storage!r}; known are {', '.join(STORAGES)}")
+        if not (self.act is None or isinstance(self.act, Layout)):
+            raise TypeError(f"Layout: act must be a Layout or None, got {self.act!r}")
         for part in (self.scale, self.zero_point, self.act):
             if isinstance(part, Layout) and (part.act is not None or part.axis != -1):
                 raise ValueError(f"Layout: a nested layout has no act and axis -1, got {part.key}")
@@ -124,7 +127,7 @@ class Layout:
         """Return the layout that a JSON object describes.
 
         Raises:
-            ValueError: a field is missing, unknown or wrong.
+            ValueError: a field is missing, unknown or wrong. TypeError: it is of the wrong kind.
 
         Example:
             >>> import fq
@@ -135,7 +138,7 @@ class Layout:
         if not isinstance(value, dict) or not {"element", "block"} <= set(value) <= known:
             raise ValueError(f"Layout.from_json: expected an object with fields {sorted(known)}, got {value!r}")
         parts = {k: Layout.from_json(v) if isinstance(v, dict) else v for k, v in value.items()}
-        return Layout(**{**parts, "element": element(value["element"]), "block": tuple(value["block"])})
+        return Layout(**{**parts, "element": element(value["element"])})
 
 
 def _set(target: Layout, name: str, value: object) -> None:
@@ -158,7 +161,7 @@ def check_size(name: str, size: Any) -> int:
     return size
 
 
-@lru_cache(maxsize=None)
+@cached_constant
 def layout(text: str) -> Layout:
     """Return the layout that `text` spells: `ELEMENT[:OPTION]*[@ACT]`, the form of `str(layout)`.
 
@@ -179,8 +182,7 @@ def layout(text: str) -> Layout:
     return parse(text, Layout)
 
 
-@constant
-@lru_cache(maxsize=None)
+@cached_constant
 def stored_layout(key: str, whole_rows: bool, whole_cols: bool) -> Layout:
     """Return how a tensor quantized with layout `key` is stored: the rule dropped, covering blocks as -1."""
     full = layout(key)
@@ -189,8 +191,7 @@ def stored_layout(key: str, whole_rows: bool, whole_cols: bool) -> Layout:
     return replace(full, block=block, rule=None)
 
 
-@constant
-@lru_cache(maxsize=None)
+@cached_constant
 def changed(key: str, **fields: Any) -> Layout:
     """Return layout `key` with other fields, by key so that it can be traced."""
     return replace(layout(key), **fields)
