@@ -55,7 +55,7 @@ def expand(values: Tensor, shape: tuple[int, int], block: Block) -> Tensor:
 
 
 def _expand_axis(values: Tensor, dim: int, size: int, block: int) -> Tensor:
-    if block in (1, -1) or values.shape[dim] == 1:  # one value per element, or one for all: broadcasting does it
+    if block in (1, -1) or values.shape[dim] == 1:  # one per element, or one for all: it broadcasts
         return values
     return values.repeat_interleave(block, dim).narrow(dim, 0, size)
 

@@ -1,0 +1,230 @@
+"""Every element against the oracle: all its codes, all half-precision numbers, many float32 ones."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import oracle
+import pytest
+import torch
+
+from fq.layouts import element as E
+
+INTS = {f"{'' if signed else 'u'}int{b}": (b, signed) for signed in (True, False) for b in range(1, 9)}
+FLOATS = {
+    "e2m1": oracle.FloatFormat(2, 1),
+    "e2m3": oracle.FloatFormat(2, 3),
+    "e3m2": oracle.FloatFormat(3, 2),
+    "e3m0": oracle.FloatFormat(3, 0),
+    "e4m3": oracle.FloatFormat(4, 3, "fn"),
+    "e5m2": oracle.FloatFormat(5, 2, "ieee"),
+    "e4m3fnuz": oracle.FloatFormat(4, 3, "fnuz"),
+    "ue4m3": oracle.FloatFormat(4, 3, "fn", signed=False),
+    "ue5m3": oracle.FloatFormat(5, 3, "fn", signed=False),
+}
+# bitsandbytes' table, from QLoRA's appendix E
+NF4 = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635
+-0.18477343022823334 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725 0.24611230194568634
+0.33791524171829224 0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0"""
+TABLE = np.array([float(v) for v in NF4.split()])
+NAMES = (*INTS, *FLOATS, "nf4")
+
+
+def make(name: str) -> E.Element:
+    return E.element(name)
+
+
+def expected_codes(name: str, x: torch.Tensor) -> np.ndarray:
+    values = x.to(torch.float64).numpy()
+    if name in INTS:
+        return oracle.int_encode(values, *INTS[name])
+    return FLOATS[name].encode(values) if name in FLOATS else oracle.table_encode(values, TABLE)
+
+
+def expected_values(name: str) -> np.ndarray:
+    """The number that each code stands for."""
+    if name in INTS:
+        bits, signed = INTS[name]
+        return oracle.int_decode(np.arange(2**bits), bits, signed)
+    return FLOATS[name].decode(FLOATS[name].codes) if name in FLOATS else TABLE
+
+
+def plain(codes: torch.Tensor, bits: int) -> np.ndarray:
+    """Codes as an element returns them, as unsigned integers of its width."""
+    return codes.view(torch.uint8).numpy().astype(np.int64) % 2**bits
+
+
+def stored(name: str) -> torch.Tensor:
+    """All codes of an element, in the dtype it keeps them in."""
+    element = make(name)
+    return torch.arange(2**element.bits, dtype=torch.int64).to(torch.uint8).view(element.storage_dtype)
+
+
+@functools.cache
+def half(dtype: torch.dtype) -> torch.Tensor:
+    """All 65536 numbers of a half-precision dtype, in float32."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).to(torch.float32)
+
+
+@functools.cache
+def sample() -> torch.Tensor:
+    """Random float32 bit patterns, and all the places where rounding is decided, with their neighbours."""
+    bits = torch.randint(-(2**31), 2**31, (2**18,), generator=torch.Generator().manual_seed(1))
+    edges = [_edges(expected_values(name)) for name in NAMES]
+    specials = torch.tensor(
+        [0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 2.0**-149, -(2.0**-149)]
+    )
+    return torch.cat([bits.to(torch.int32).view(torch.float32), *edges, specials])
+
+
+def _edges(values: np.ndarray) -> torch.Tensor:
+    values = np.unique(values[np.isfinite(values)])
+    points = np.concatenate([values, (values[1:] + values[:-1]) / 2, values * 1.25]).astype(np.float32)
+    up, down = np.float32(np.inf), np.float32(-np.inf)
+    return torch.from_numpy(np.concatenate([points, np.nextafter(points, up), np.nextafter(points, down)]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_code_decodes_as_specified_and_encodes_back(name):
+    element, want = make(name), expected_values(name)
+    codes = stored(name)
+    values = element.decode(codes)
+    assert values.dtype == torch.float32
+    np.testing.assert_array_equal(values.double().numpy(), want)
+    kept = np.isfinite(want)
+    np.testing.assert_array_equal(np.signbit(values.numpy()[kept]), np.signbit(want[kept]))
+    back = plain(element.encode(values), element.bits)
+    np.testing.assert_array_equal(back[kept], np.arange(2**element.bits)[kept])
+    assert (back[np.isnan(want)] == (FLOATS[name].nan if name in FLOATS else 0)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("x", ["float16", "bfloat16", "float32"])
+def test_encode_rounds_to_nearest_even_and_saturates(name, x):
+    x = sample() if x == "float32" else half(getattr(torch, x))
+    element = make(name)
+    codes = element.encode(x)
+    assert codes.dtype == element.storage_dtype or codes.dtype == torch.int8  # int1..7 before packing
+    np.testing.assert_array_equal(plain(codes, element.bits), expected_codes(name, x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_limits_are_those_of_the_format(name):
+    element, want = make(name), expected_values(name)
+    finite = want[np.isfinite(want)]
+    assert element.bits == int(np.log2(len(want)))
+    assert element.min == finite.min()
+    assert element.max == np.abs(finite).max() if name not in INTS else element.max == finite.max()
+    assert element.smallest == np.abs(finite[finite != 0]).min()
+    if name in FLOATS:
+        assert element.max_exponent == np.floor(np.log2(finite.max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "nan", "inf"),
+    [
+        ("e2m1", 0x7, 0x7),
+        ("e2m3", 0x1F, 0x1F),
+        ("e3m2", 0x1F, 0x1F),
+        ("e4m3", 0x7F, 0x7E),
+        ("e5m2", 0x7F, 0x7B),
+        ("e4m3fnuz", 0x80, 0x7F),
+        ("ue5m3", 0xFF, 0xFE),
+        ("int8", 0, 127),
+        ("int4", 0, 7),
+        ("uint4", 0, 15),
+        ("nf4", 0, 15),
+    ],
+)
+def test_nan_and_infinities_have_one_documented_code(name, nan, inf):
+    element = make(name)
+    x = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+    assert plain(element.encode(x), element.bits).tolist()[:3] == [nan, nan, inf]
+    lowest = element.decode(element.encode(x))[3].item()
+    assert lowest == element.min
+
+
+def test_minus_zero_keeps_its_sign_where_the_format_has_one():
+    zeros = torch.tensor([-0.0, -1e-30, 0.0, 1e-30])
+    for name, sign in (("e2m1", 8), ("e4m3", 128), ("e5m2", 128), ("e2m3", 32)):
+        assert plain(make(name).encode(zeros), make(name).bits).tolist() == [sign, sign, 0, 0]
+    for name in ("e4m3fnuz", "ue4m3", "int4"):  # in fnuz the code of minus zero is NaN
+        assert plain(make(name).encode(zeros), make(name).bits).tolist() == [0, 0, 0, 0]
+
+
+def test_case_C1_ties_go_to_the_even_code():
+    x = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    want = torch.tensor([6.0, 0, 1, 1, 2, 2, 4, 4])
+    element = make("e2m1")
+    assert torch.equal(element.decode(element.encode(x)), want)
+    assert torch.equal(element.decode(element.encode(-x)), -want)
+
+
+NOISY = ("int8", "int4", "uint3", "e2m1", "e2m3", "e4m3", "e5m2", "ue5m3", "e4m3fnuz", "e3m0", "nf4")
+
+
+@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("u", [0.0, 0.25, 0.5, 1 - 2.0**-24])
+def test_stochastic_rounding_leaves_grid_points(name, u):
+    element = make(name)
+    codes = stored(name)
+    values = element.decode(codes)
+    kept = torch.isfinite(values)
+    again = element.decode(element.encode(values[kept], torch.full((int(kept.sum()),), u)))
+    assert torch.equal(again, values[kept])
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_stochastic_rounding_is_unbiased(name):
+    """Over evenly spread noise the mean of the results is the number itself."""
+    element, n = make(name), 128
+    values = torch.from_numpy(np.unique(expected_values(name)[np.isfinite(expected_values(name))])).float()
+    low, high = values[:-1], values[1:]
+    for part in (0.125, 0.5, 0.8):
+        x = low + (high - low) * part
+        noise = ((torch.arange(n) + 0.5) / n).expand(len(x), n)
+        rounded = element.decode(element.encode(x[:, None].expand(len(x), n), noise))
+        assert ((rounded == low[:, None]) | (rounded == high[:, None])).all()
+        error = (rounded.double().mean(1) - x.double()).abs()
+        assert (error <= (high - low).double() / n).all()
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_stochastic_rounding_keeps_specials(name):
+    element = make(name)
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38])
+    noisy = element.encode(x, torch.full((5,), 0.7))
+    assert torch.equal(noisy.view(torch.uint8), element.encode(x).view(torch.uint8))
+
+
+@pytest.mark.parametrize("bits", [0, 9, -1])
+@pytest.mark.parametrize("kind", [E.Int, E.UInt])
+def test_impossible_widths_are_refused(kind, bits):
+    with pytest.raises(ValueError, match=f"{kind.__name__}: bits must be 1 to 8, got {bits}"):
+        kind(bits)
+
+
+@pytest.mark.parametrize("bits", [True, 4.0, "4"])
+def test_widths_that_are_no_integers_are_refused(bits):
+    with pytest.raises(TypeError, match="bits must be an int"):
+        E.Int(bits)
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: E.Float(5, 3), "expected 2 to 8 bits"),
+        (lambda: E.Float(0, 3), "expected 2 to 8 bits"),
+        (lambda: E.Float(4, 3, special="funny"), "special must be finite, fn, ieee or fnuz, got 'funny'"),
+        (lambda: E.Float(4, 3, bias=300), "beyond float32"),
+        (lambda: E.Codebook((1.0,)), "expected 2 to 256 ascending values"),
+        (lambda: E.Codebook((1.0, 0.0)), "expected 2 to 256 ascending values"),
+        (lambda: E.Codebook((0.0, float("nan"))), "expected 2 to 256 ascending values"),
+        (lambda: E.element("int9"), "unknown name 'int9'"),
+        (lambda: E.element("e9"), "unknown name 'e9'"),
+    ],
+)
+def test_impossible_elements_are_refused(make_it, message):
+    with pytest.raises(ValueError, match=message):
+        make_it()
