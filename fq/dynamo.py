@@ -57,11 +57,14 @@ def cached_constant(function: F) -> F:
     It sets the one attribute that torch.compiler.assume_constant_result sets after importing Dynamo; the
     cache is inside, where Dynamo does not look.
     """
-    cached = functools.lru_cache(maxsize=None)(function)
+    cached = functools.lru_cache(maxsize=None, typed=True)(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return cached(*args, **kwargs)
+        try:
+            return cached(*args, **kwargs)
+        except TypeError:  # an unhashable argument, or the function's own complaint
+            return function(*args, **kwargs)
 
     call._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]

@@ -149,12 +149,12 @@ def _batched(what: str, x: Tensor, q: QTensor, adjoint: bool, backend: str) -> T
     folded = [i for i in range(len(both)) if i not in kept]
     m = len(both)
     rows = x.permute(*kept, *folded, m, m + 1)
-    rows = rows.reshape(*(both[i] for i in kept), prod(both[i] for i in folded) * x.shape[-2], x.shape[-1])
+    rows = rows.reshape(*[both[i] for i in kept], prod([both[i] for i in folded]) * x.shape[-2], x.shape[-1])
     leaf = q if len(kept) == q.data.ndim - 2 else _squeeze_lead(q, [both[i] for i in kept])
     y = _call(rows, leaf, None, adjoint, backend)
-    y = y.reshape(*(both[i] for i in (*kept, *folded)), x.shape[-2], y.shape[-1])
+    y = y.reshape(*[both[i] for i in (*kept, *folded)], x.shape[-2], y.shape[-1])
     order = [*kept, *folded]
-    y = y.permute(*(order.index(i) for i in range(m)), m, m + 1)
+    y = y.permute(*[order.index(i) for i in range(m)], m, m + 1)
     return y.squeeze(-2) if vector else y
 
 
@@ -301,7 +301,7 @@ def prepack(tree: Any, backend: str = "auto") -> Any:
         for hook in HOOKS.values():
             if backend not in ("auto", hook.backend):
                 continue
-            reason = hook.accepts(q)
+            reason = hook.accepts(q) or (hook.unwanted(q) if backend == "auto" else None)
             if reason is None:
                 return hook.prepack(q)
             reasons.append(reason)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fq.layouts.block import Block, count
+from fq.layouts.block import repeat as repeat_each
 from fq.layouts.layout import changed
 from fq.layouts.packing import pack, period, row_bytes, unpack
 from fq.layouts.storage import CANONICAL
@@ -101,6 +102,11 @@ def _recode(q: QTensor, size: int, f: Callable[[Tensor], Tensor]) -> Tensor:
     return f(q.data) if bits == 8 else pack(f(unpack(q.data, bits, size)), bits)
 
 
+def _as_bytes(t: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `f`, which moves entries; float8 goes as its bytes, since vmap cannot gather it."""
+    return f(t) if t.dtype.itemsize > 1 else f(t.view(torch.uint8)).view(t.dtype)
+
+
 def _absent(q: QTensor, what: str, *names: str) -> None:
     for name in names:
         if getattr(q, name) is not None:
@@ -141,7 +147,7 @@ def narrow(q: Any, dim: int, start: int, length: int, what: str = "narrow") -> A
                 f"{what}: {axis} {start} is inside a block; start at a multiple of {block}, or dequantize"
             )
         first = start // block
-        cut[name] = narrow(plane, dim, first, count(start + length, block) - first, what)
+        cut[name] = narrow(plane, dim, first, count(start + length, block) - first, f"{what}: {name}")
     block = q.layout.block[dim]
     new = replace(q, data=data, layout=_with_block(q, dim, block, length), **cut)
     return replace(new, inner=(length,)) if dim == COLS else new
@@ -150,14 +156,14 @@ def narrow(q: Any, dim: int, start: int, length: int, what: str = "narrow") -> A
 def take_rows(q: Any, index: Tensor, what: str = "index") -> Any:
     """Gather stored rows by a 1-D index; blocks must be one row high, or all rows."""
     if is_plain(q):
-        return q.index_select(-2, index)
+        return _as_bytes(q, lambda t: t.index_select(-2, index))
     require_canonical(q, what)
     new = {}
     for name, plane, (block, _) in planes(q):
         if block not in (1, -1):
             raise ValueError(f"{what}: rows share blocks of {block}; gathering needs blocks one row high")
-        new[name] = plane if block == -1 else take_rows(plane, index, what)
-    return replace(q, data=q.data.index_select(-2, index), **new)
+        new[name] = plane if block == -1 else take_rows(plane, index, f"{what}: {name}")
+    return replace(q, data=take_rows(q.data, index), **new)
 
 
 def select_row(q: Any, row: int, what: str = "index") -> Any:
@@ -179,18 +185,20 @@ def select_row(q: Any, row: int, what: str = "index") -> Any:
 def repeat(q: Any, dim: int, times: int, length: int) -> Any:
     """Repeat each row or column `times` times and keep the first `length`."""
     if is_plain(q):
-        return q.repeat_interleave(times, dim).narrow(dim, 0, length)
+        return _as_bytes(q, lambda t: repeat_each(t, dim, times, length))
     if times == 1:
         return narrow(q, dim, 0, length)
-    full = size(q, dim)
     if dim == COLS:
-        data = _recode(q, full, lambda codes: codes.repeat_interleave(times, -1))
-        q = replace(q, inner=(full * times,))
+        data = _recode(q, size(q, dim), lambda codes: repeat(codes, dim, times, length))
+        q = replace(q, inner=(length,))
     else:
-        data = q.data.repeat_interleave(times, -2)
+        data = repeat(q.data, dim, times, length)
     block = q.layout.block[dim]
-    layout = q.layout if block == -1 else _with_block(q, dim, block * times, full * times)
-    return narrow(replace(q, data=data, layout=layout), dim, 0, length)
+    if block == -1:
+        return replace(q, data=data)
+    cells = count(length, block * times)
+    new = {name: narrow(plane, dim, 0, cells) for name, plane, _ in planes(q)}
+    return replace(q, data=data, layout=_with_block(q, dim, block * times, length), **new)
 
 
 def _refine(plane: Any, dim: int, full: int, block: int, finer: int) -> Any:
@@ -238,7 +246,11 @@ def merge(q: Any, dim: int, what: str = "reshape") -> Any:
     if lead == 0 and block != 1:
         raise ValueError(f"{what}: an empty tensor cannot keep blocks of {block}; dequantize first")
     new = {
-        name: merge(_refine(plane, dim, full, blocks[dim], block if name != "pre_scale" else 1), dim, what)
+        name: merge(
+            _refine(plane, dim, full, blocks[dim], block if name != "pre_scale" else 1),
+            dim,
+            f"{what}: {name}",
+        )
         for name, plane, blocks in planes(q)
     }
     layout = _with_block(q, dim, block, full * lead)
@@ -273,7 +285,7 @@ def split(q: Any, dim: int, sizes: Sequence[int], what: str = "reshape") -> Any:
         else:
             finer = gcd(blocks[dim], rest)
             cells = (*lead, count(rest, finer))
-            new[name] = split(_refine(plane, dim, full, blocks[dim], finer), dim, cells, what)
+            new[name] = split(_refine(plane, dim, full, blocks[dim], finer), dim, cells, f"{what}: {name}")
     layout = q.layout if block == -1 else _with_block(q, dim, gcd(block, rest), rest)
     out = replace(q, data=plain(q.data, width), layout=layout, **new)
     return replace(out, inner=(rest,)) if dim == COLS else out
@@ -287,9 +299,9 @@ def exchange_rows(q: Any, order: Sequence[int], what: str = "permute") -> Any:
     for name, _, (block, _) in planes(q):
         if block != 1:
             raise ValueError(
-                f"{what}: rows and leading dimensions change places where blocks are one row high; {name} has {block}"
+                f"{what}: rows become a leading dimension in blocks one row high; {name} has {block}"
             )
-    new = {name: exchange_rows(plane, order, what) for name, plane, _ in planes(q)}
+    new = {name: exchange_rows(plane, order, f"{what}: {name}") for name, plane, _ in planes(q)}
     return replace(q, data=q.data.permute(*order, q.data.ndim - 1), **new)
 
 
@@ -303,8 +315,9 @@ def as_matrix(q: QTensor) -> QTensor:
 
 def _same_format(qs: Sequence[QTensor], what: str) -> None:
     first = qs[0]
+    rows, cols = first.layout.block
     for q in qs[1:]:
-        same = changed(q.layout.key, block=first.layout.block).key == first.layout.key
+        same = changed(q.layout.key, block=(rows, cols)).key == first.layout.key
         children = [n for n, _, _ in planes(q)] == [n for n, _, _ in planes(first)]
         if not (same and children and q.dtype == first.dtype):
             raise ValueError(
@@ -351,7 +364,10 @@ def cat_stored(qs: Sequence[Any], dim: int, what: str = "cat") -> Any:
     qs = _common_block(qs, COLS if dim == ROWS else ROWS, [])
     qs = _common_block(qs, dim, [size(q, dim) for q in qs[:-1]])
     total = sum(size(q, dim) for q in qs)
-    new = {name: cat_stored([getattr(q, name) for q in qs], dim, what) for name, _, _ in planes(qs[0])}
+    new = {
+        name: cat_stored([getattr(q, name) for q in qs], dim, f"{what}: {name}")
+        for name, _, _ in planes(qs[0])
+    }
     out = replace(
         qs[0],
         data=torch.cat([q.data for q in qs], dim),

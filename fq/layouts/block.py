@@ -57,7 +57,22 @@ def expand(values: Tensor, shape: tuple[int, int], block: Block) -> Tensor:
 def _expand_axis(values: Tensor, dim: int, size: int, block: int) -> Tensor:
     if block in (1, -1) or values.shape[dim] == 1:  # one per element, or one for all: it broadcasts
         return values
-    return values.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return repeat(values, dim, block, size)
+
+
+def repeat(values: Tensor, dim: int, times: int, size: int) -> Tensor:
+    """Repeat each entry `times` times along `dim` (-1 or -2) and keep the first `size`.
+
+    The ragged end is joined, not cut off: Inductor (2.13, CPU) drops part of a loop over i that it indexes
+    by i // times and ends inside a block.
+    """
+    whole = size // times
+    parts = [values.narrow(dim, 0, whole).repeat_interleave(times, dim)] if whole else []
+    if size % times:
+        sizes = [-1] * values.ndim
+        sizes[dim] = size % times
+        parts.append(values.narrow(dim, whole, 1).expand(sizes))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else values.narrow(dim, 0, 0)
 
 
 def stored(shape: tuple[int, int], block: Block) -> Block:

@@ -12,12 +12,16 @@ STORAGES = (CANONICAL, "cpu", "aten_cpu", "tinygemm", "mslk", "mslk_preshuffled"
 
 @dataclass(frozen=True)
 class Hook:
-    """How one storage is made: `accepts(q)` gives None or the reason why not; both conversions are exact."""
+    """How one storage is made: `accepts(q)` gives None or the reason why not; both conversions are exact.
+
+    `unwanted(q)` gives a reason why `prepack` leaves q as it is unless asked for `backend` by name.
+    """
 
     accepts: Callable[[Any], str | None]
     prepack: Callable[[Any], Any]
     canonical: Callable[[Any], Any]
     backend: str
+    unwanted: Callable[[Any], str | None] = lambda q: None
 
 
 HOOKS: dict[str, Hook] = {}
