@@ -153,7 +153,7 @@ def test_minus_zero_keeps_its_sign_where_the_format_has_one():
         assert plain(make(name).encode(zeros), make(name).bits).tolist() == [0, 0, 0, 0]
 
 
-def test_case_C1_ties_go_to_the_even_code():
+def test_fp4_ties_go_to_the_even_code():
     x = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     want = torch.tensor([6.0, 0, 1, 1, 2, 2, 4, 4])
     element = make("e2m1")
