@@ -55,7 +55,6 @@ def test_mapped_and_compiled_bits_equal_eager_ones(name, fresh_compile):
         same(torch.compile(mapped, fullgraph=True, backend="aot_eager")(x), want)
 
 
-@pytest.mark.parametrize(
 SLOW = ("int8:g32", "int8:block20x1", *(layout.key for layout in PRESETS.values() if layout.key != "mxfp4"))
 
 
