@@ -35,6 +35,11 @@ def _roles(q: QTensor) -> list[int | str]:
     return [*lead, "rows", *cols] if q.layout.axis == -1 else [*lead, *cols, "rows"]
 
 
+def _sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """Return what stands in f(1, 2) and in f((1, 2))."""
+    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else tuple(sizes)
+
+
 def infer(sizes: Sequence[int], total: int, what: str) -> tuple[int, ...]:
     """Replace one -1 by what is left of `total`."""
     sizes = tuple(sizes)
@@ -78,13 +83,12 @@ def getitem(q: QTensor, index: Any) -> QTensor:
     q = _index_cols(q, cols)
     if isinstance(rows, Tensor) and any(isinstance(i, Tensor) for i in lead):
         raise ValueError("QTensor: index leading dimensions and rows with tensors one after the other")
-    if q.data.ndim > 1:
-        q = _index_rows(q, rows) if not isinstance(rows, int) or not lead else q
-    if lead and any(not _is_full(i) for i in lead):
-        q = map_lead(q, lambda t: t[(*lead, slice(None), slice(None))])
-    if lead and isinstance(rows, int):
+    single = isinstance(rows, int) or (isinstance(rows, Tensor) and rows.ndim == 0)
+    if not single:
         q = _index_rows(q, rows)
-    return q
+    if any(not _is_full(i) for i in lead):
+        q = map_lead(q, lambda t: t[(*lead, slice(None), slice(None))])
+    return _index_rows(q, rows) if single else q  # last: a leading dimension becomes the rows
 
 
 def _item(item: Any) -> Any:
@@ -137,9 +141,9 @@ def _index_cols(q: QTensor, items: list[Any]) -> QTensor:
 
 
 def _index_rows(q: QTensor, item: Any) -> QTensor:
-    size = q.data.shape[-2]
     if _is_full(item):
         return q
+    size = q.data.shape[-2]
     if isinstance(item, slice):
         start, length, step = _bounds(item, size)
         if step == 1:
@@ -188,15 +192,16 @@ def split(q: QTensor, split_size: int | Sequence[int], dim: int) -> tuple[QTenso
     return tuple(narrow(q, dim, start, size) for start, size in zip(starts, sizes, strict=True))
 
 
-def squeeze(q: QTensor, dims: Sequence[int]) -> QTensor:
+def squeeze(q: QTensor, dims: int | Sequence[int]) -> QTensor:
     """Drop those of the logical dimensions `dims` that have size 1."""
-    shape, drop = q.shape, [position(q, d) for d in dims]
+    shape, drop = q.shape, [position(q, d) for d in ([dims] if isinstance(dims, int) else dims)]
     kept = tuple(0 if i in drop and n == 1 else slice(None) for i, n in enumerate(shape))
     return getitem(q, kept) if 0 in kept else q
 
 
 def permute(q: QTensor, dims: Sequence[int]) -> QTensor:
     """Permute logical dimensions."""
+    dims = _sizes(dims)
     if sorted(position(q, d) for d in dims) != list(range(q.ndim)):
         raise ValueError(f"permute: expected an order of {q.ndim} dimensions, got {tuple(dims)}")
     roles = _roles(q)
@@ -222,7 +227,7 @@ def permute(q: QTensor, dims: Sequence[int]) -> QTensor:
 def reshape(q: QTensor, shape: Sequence[int]) -> QTensor:
     """Reshape what is not packed: leading dimensions and rows (or, transposed, columns)."""
     old = tuple(q.shape)
-    shape = infer(shape, prod(old), "reshape")
+    shape = infer(_sizes(shape), prod(old), "reshape")
     if shape == old:
         return q
     kept = q.inner if q.layout.axis == -1 else (q.data.shape[-2],)
@@ -234,10 +239,10 @@ def reshape(q: QTensor, shape: Sequence[int]) -> QTensor:
         q = structure.as_matrix(q)
     wanted = shape[: -len(kept)]
     dim = ROWS if q.layout.axis == -1 else COLS
-    if not wanted and dim == COLS:
-        raise ValueError(f"reshape: {shape} has no packed dimension; dequantize first")
-    lead = tuple(q.data.shape[:-2])
-    if wanted and wanted[-1] == structure.size(q, dim):
+    lead, size = tuple(q.data.shape[:-2]), structure.size(q, dim)
+    if (not wanted and dim == COLS) or prod(wanted) != prod(lead) * size:
+        raise ValueError(f"reshape: {old} to {shape} changes the packed dimension; dequantize first")
+    if wanted and wanted[-1] == size and prod(wanted[:-1]) == prod(lead):
         return map_lead(q, lambda t: t.reshape(*wanted[:-1], *t.shape[-2:]))
     if lead:
         q = map_lead(q, lambda t: t.reshape(prod(lead), *t.shape[-2:]))
@@ -249,6 +254,7 @@ def reshape(q: QTensor, shape: Sequence[int]) -> QTensor:
 
 def expand(q: QTensor, sizes: Sequence[int]) -> QTensor:
     """Expand leading dimensions."""
+    sizes = _sizes(sizes)
     own = 1 + len(q.inner)
     if q.data.ndim == 1 or len(sizes) < own:
         raise ValueError(f"expand: expected at least the matrix of {tuple(q.shape)}, got {tuple(sizes)}")

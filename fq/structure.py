@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd, prod
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,11 +33,22 @@ if TYPE_CHECKING:
 ROWS, COLS = -2, -1
 
 
+def block_of(q: QTensor) -> Block:
+    """Return q's block as constants, of which layouts are made: traced, an int that changed is a symbol."""
+    rows, cols = q.layout.block
+    return index(rows), index(cols)
+
+
+def bits_of(q: QTensor) -> int:
+    """Return the bits of q's element as a constant."""
+    return index(q.layout.element.bits)
+
+
 def planes(q: QTensor) -> Iterator[tuple[str, Any, Block]]:
     """Yield (name, plane, block) of every child but `data`."""
-    yield "scale", q.scale, q.layout.block
+    yield "scale", q.scale, block_of(q)
     if q.zero_point is not None:
-        yield "zero_point", q.zero_point, q.layout.block
+        yield "zero_point", q.zero_point, block_of(q)
     if q.input_scale is not None:
         yield "input_scale", q.input_scale, (-1, -1)
     if q.pre_scale is not None:
@@ -73,10 +85,10 @@ def map_lead(q: QTensor, f: Callable[[Tensor], Tensor]) -> QTensor:
 
 def _with_block(q: QTensor, dim: int, block: int, new_size: int) -> Any:
     """Return q's layout with another block along `dim`, kept as -1 where it covers the dimension."""
-    block = -1 if 1 < block >= new_size else block
-    rows, cols = q.layout.block
+    block = -1 if 1 < block >= new_size else index(block)
+    rows, cols = block_of(q)
     wanted = (block, cols) if dim == ROWS else (rows, block)
-    return q.layout if wanted == q.layout.block else changed(q.layout.key, block=wanted)
+    return q.layout if wanted == block_of(q) else changed(q.layout.key, block=wanted)
 
 
 def require_canonical(q: QTensor, what: str) -> None:
@@ -89,7 +101,7 @@ def require_canonical(q: QTensor, what: str) -> None:
 
 
 def _require_bytes(q: QTensor, at: int, what: str) -> None:
-    step = period(q.layout.element.bits)[0]
+    step = period(bits_of(q))[0]
     if at % step:
         raise ValueError(
             f"{what}: column {at} is inside a byte; {q.layout.element.name} is cut at multiples of {step}"
@@ -98,7 +110,7 @@ def _require_bytes(q: QTensor, at: int, what: str) -> None:
 
 def _recode(q: QTensor, size: int, f: Callable[[Tensor], Tensor]) -> Tensor:
     """Return q's data with its codes, `size` a row, rearranged along the rows by `f`."""
-    bits = q.layout.element.bits
+    bits = bits_of(q)
     return f(q.data) if bits == 8 else pack(f(unpack(q.data, bits, size)), bits)
 
 
@@ -127,7 +139,7 @@ def narrow(q: Any, dim: int, start: int, length: int, what: str = "narrow") -> A
     start = start if length else 0  # nothing can be cut anywhere, and keeps one block
     if dim == COLS:
         _absent(q, what, "perm")
-        bits = q.layout.element.bits
+        bits = bits_of(q)
         _require_bytes(q, start, what)
         first = start * bits // 8
         data = q.data.narrow(-1, first, row_bytes(length, bits))
@@ -148,7 +160,7 @@ def narrow(q: Any, dim: int, start: int, length: int, what: str = "narrow") -> A
             )
         first = start // block
         cut[name] = narrow(plane, dim, first, count(start + length, block) - first, f"{what}: {name}")
-    block = q.layout.block[dim]
+    block = block_of(q)[dim]
     new = replace(q, data=data, layout=_with_block(q, dim, block, length), **cut)
     return replace(new, inner=(length,)) if dim == COLS else new
 
@@ -193,7 +205,7 @@ def repeat(q: Any, dim: int, times: int, length: int) -> Any:
         q = replace(q, inner=(length,))
     else:
         data = repeat(q.data, dim, times, length)
-    block = q.layout.block[dim]
+    block = block_of(q)[dim]
     if block == -1:
         return replace(q, data=data)
     cells = count(length, block * times)
@@ -210,20 +222,20 @@ def _refine(plane: Any, dim: int, full: int, block: int, finer: int) -> Any:
 def refine(q: QTensor, dim: int, block: int) -> QTensor:
     """Repeat scales so that blocks are `block` rows or columns, a divisor of the present ones."""
     require_canonical(q, "refine")
-    full, old = size(q, dim), q.layout.block[dim]
+    full, old = size(q, dim), block_of(q)[dim]
     new = {
         name: _refine(plane, dim, full, old, block)
         for name, plane, _ in planes(q)
         if name in ("scale", "zero_point")
     }
-    rows, cols = q.layout.block
+    rows, cols = block_of(q)
     wanted = (block, cols) if dim == ROWS else (rows, block)
     return replace(q, layout=changed(q.layout.key, block=wanted), **new)
 
 
 def _finer(block: int, full: int) -> int:
     """Return the largest block that divides both `block` and `full`, -1 being `full`."""
-    return max(full, 1) if block == -1 else gcd(block, full)
+    return max(index(full), 1) if block == -1 else gcd(block, index(full))
 
 
 # --- leading dimensions into rows or columns, and back ---
@@ -242,7 +254,7 @@ def merge(q: Any, dim: int, what: str = "reshape") -> Any:
     full, lead = size(q, dim), q.data.shape[-3]
     if dim == COLS:
         _require_bytes(q, full, what)
-    block = _finer(q.layout.block[dim], full)
+    block = _finer(block_of(q)[dim], full)
     if lead == 0 and block != 1:
         raise ValueError(f"{what}: an empty tensor cannot keep blocks of {block}; dequantize first")
     new = {
@@ -275,18 +287,18 @@ def split(q: Any, dim: int, sizes: Sequence[int], what: str = "reshape") -> Any:
     require_canonical(q, what)
     full, width = size(q, dim), rest
     if dim == COLS:
-        width = row_bytes(rest, q.layout.element.bits)
+        width = row_bytes(rest, bits_of(q))
         _absent(q, what, "perm")
         _require_bytes(q, rest, what)
-    new, block = {}, q.layout.block[dim]
+    new, block = {}, block_of(q)[dim]
     for name, plane, blocks in planes(q):
         if blocks[dim] == -1:
             new[name] = spread(plane) if is_plain(plane) else map_lead(plane, spread)
         else:
-            finer = gcd(blocks[dim], rest)
+            finer = gcd(blocks[dim], index(rest))
             cells = (*lead, count(rest, finer))
             new[name] = split(_refine(plane, dim, full, blocks[dim], finer), dim, cells, f"{what}: {name}")
-    layout = q.layout if block == -1 else _with_block(q, dim, gcd(block, rest), rest)
+    layout = q.layout if block == -1 else _with_block(q, dim, gcd(block, index(rest)), rest)
     out = replace(q, data=plain(q.data, width), layout=layout, **new)
     return replace(out, inner=(rest,)) if dim == COLS else out
 
@@ -315,9 +327,8 @@ def as_matrix(q: QTensor) -> QTensor:
 
 def _same_format(qs: Sequence[QTensor], what: str) -> None:
     first = qs[0]
-    rows, cols = first.layout.block
     for q in qs[1:]:
-        same = changed(q.layout.key, block=(rows, cols)).key == first.layout.key
+        same = changed(q.layout.key, block=block_of(first)).key == first.layout.key
         children = [n for n, _, _ in planes(q)] == [n for n, _, _ in planes(first)]
         if not (same and children and q.dtype == first.dtype):
             raise ValueError(
@@ -340,10 +351,11 @@ def join(parts: Sequence[Any], f: Callable[[list[Tensor]], Tensor], what: str) -
 
 def _common_block(qs: Sequence[QTensor], dim: int, cuts: list[int]) -> list[QTensor]:
     """Refine all to the largest block that divides each block and each of `cuts`."""
-    blocks = {q.layout.block[dim] for q in qs}
+    blocks = {block_of(q)[dim] for q in qs}
     if len(blocks) == 1 and (not cuts or blocks == {1}):
         return list(qs)
-    finer = gcd(*cuts, *(size(q, dim) if q.layout.block[dim] == -1 else q.layout.block[dim] for q in qs))
+    extents = [size(q, dim) if block_of(q)[dim] == -1 else block_of(q)[dim] for q in qs]
+    finer = gcd(*(index(n) for n in (*cuts, *extents)))
     return [refine(q, dim, max(finer, 1)) for q in qs]
 
 
@@ -371,7 +383,7 @@ def cat_stored(qs: Sequence[Any], dim: int, what: str = "cat") -> Any:
     out = replace(
         qs[0],
         data=torch.cat([q.data for q in qs], dim),
-        layout=_with_block(qs[0], dim, qs[0].layout.block[dim], total),
+        layout=_with_block(qs[0], dim, block_of(qs[0])[dim], total),
         **new,
     )
     return replace(out, inner=(total,)) if dim == COLS else out
