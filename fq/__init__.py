@@ -1,13 +1,23 @@
-"""Quantization as pure functions: tensors to pytrees of plain tensors, and modules called on them untouched."""
+"""Quantization as pure functions: tensors to pytrees of tensors, and modules called on them untouched."""
 
 from __future__ import annotations
 
-from fq import rules as _rules  # fills the rule table
+from fq import rules as _rules  # noqa: F401 - fills the rule table
 from fq.backends.registry import use_backend as use_backend
 from fq.binding import attach as attach
 from fq.binding import bind as bind
 from fq.binding import detach as detach
 from fq.binding import functional_call as functional_call
+from fq.codes import cast_fp4x2 as cast_fp4x2
+from fq.codes import pack_bits as pack_bits
+from fq.codes import pack_fp4x2 as pack_fp4x2
+from fq.codes import pack_int4 as pack_int4
+from fq.codes import unpack_bits as unpack_bits
+from fq.codes import unpack_fp4x2 as unpack_fp4x2
+from fq.codes import unpack_int4 as unpack_int4
+from fq.dispatch import canonical as canonical
+from fq.dispatch import explain as explain
+from fq.dispatch import prepack as prepack
 from fq.errors import BackendError as BackendError
 from fq.errors import CheckpointError as CheckpointError
 from fq.errors import UnsupportedOp as UnsupportedOp
@@ -18,27 +28,17 @@ from fq.layouts import layout as layout
 from fq.layouts import mxfp4 as mxfp4
 from fq.layouts import nvfp4 as nvfp4
 from fq.policies import plan as plan
-from fq.primitives import cast_fp4x2 as cast_fp4x2
 from fq.primitives import dequantize as dequantize
 from fq.primitives import fake_quantize as fake_quantize
-from fq.primitives import pack_bits as pack_bits
-from fq.primitives import pack_fp4x2 as pack_fp4x2
-from fq.primitives import pack_int4 as pack_int4
 from fq.primitives import quantize as quantize
 from fq.primitives import requantize as requantize
-from fq.primitives import unpack_bits as unpack_bits
-from fq.primitives import unpack_fp4x2 as unpack_fp4x2
-from fq.primitives import unpack_int4 as unpack_int4
-from fq.products import canonical as canonical
 from fq.products import embedding as embedding
-from fq.products import explain as explain
 from fq.products import int4_matmul as int4_matmul
 from fq.products import int8_matmul as int8_matmul
 from fq.products import linear as linear
 from fq.products import matmul as matmul
 from fq.products import mx_matmul as mx_matmul
 from fq.products import nvfp4_matmul as nvfp4_matmul
-from fq.products import prepack as prepack
 from fq.qtensor import QTensor as QTensor
 from fq.qtensor import cat as cat
 from fq.qtensor import register_rule as register_rule

@@ -25,7 +25,8 @@ from fq.layouts.element import Float
 from fq.layouts.layout import changed
 from fq.layouts.layout import layout as parse
 from fq.layouts.storage import CANONICAL
-from fq.qtensor import QTensor, Spec, canonical_leaf, from_leaves, to_leaves
+from fq.qtensor import QTensor
+from fq.spec import Spec, canonical_leaf, from_leaves, to_leaves
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ def is_forward_mode() -> bool:
     """Whether a jvp is under way; in a compiled one only the stack of transforms tells."""
     if forward_ad._current_level >= 0:
         return True
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - its stubs do not know it
+    return any(t.key() == functorch.TransformType.Jvp for t in functorch.get_interpreter_stack() or ())
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -80,21 +82,27 @@ def run_plain(x: Tensor, bias: Tensor | None, q: QTensor, backend: str, adjoint:
 
 
 def _backward_backend(x: Tensor, q: QTensor, backend: str, adjoint: bool) -> tuple[str, QTensor]:
-    """Return the backend of a derivative: the same where it has the kernel, else the reference on canonical bytes."""
+    """Return the backend of a derivative: the same if it has the kernel, else the reference on canonical."""
     name = "linear_adjoint" if adjoint else "linear"
     for kernel in kernels(name):
-        if kernel.backend != "reference" and backend in ("auto", kernel.backend) and kernel.supports(x, q) is None:
+        if (
+            kernel.backend != "reference"
+            and backend in ("auto", kernel.backend)
+            and kernel.supports(x, q) is None
+        ):
             return kernel.backend, q
     return "reference", canonical_leaf(q)
 
 
 class MatMul(torch.autograd.Function):
-    """y = x Wᵀ + bias (adjoint=False) or x W (adjoint=True), W the stored matrix of q; q's leaves come last."""
+    """y = x Wᵀ + bias, or x W (adjoint=True), with W the stored matrix of q; q's leaves come last."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, bias: Tensor | None, static: Static, backend: str, adjoint: bool, *leaves: Tensor) -> Tensor:
+    def forward(
+        x: Tensor, bias: Tensor | None, static: Static, backend: str, adjoint: bool, *leaves: Tensor
+    ) -> Tensor:
         return run_plain(x, bias, from_leaves(leaves, static.spec), backend, adjoint)
 
     @staticmethod
@@ -153,7 +161,7 @@ class MatMul(torch.autograd.Function):
 def _differentiable(q: QTensor) -> QTensor:
     if q.layout.storage != CANONICAL:
         raise ValueError(
-            f"gradient of scales: storage {q.layout.storage!r} keeps them merged; differentiate fq.canonical(q)"
+            f"gradient of scales: storage {q.layout.storage!r} merges them; differentiate fq.canonical(q)"
         )
     return q
 
@@ -162,7 +170,9 @@ def _seen(x: Tensor, q: QTensor) -> Tensor:
     """Return the activation that the weight met, with the identity as its derivative."""
     if q.layout.act is None:
         return x
-    rounded = numerics.dequantize_matrix(numerics.quantize_activation(x.detach().to(torch.float32), q)).to(x.dtype)
+    rounded = numerics.dequantize_matrix(numerics.quantize_activation(x.detach().to(torch.float32), q)).to(
+        x.dtype
+    )
     return x + (rounded - x).detach()
 
 
@@ -226,19 +236,21 @@ class FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        x, scale, zero, spread, slope, factor, clipped, layout = _fake_parts(ctx)
+        _, scale, zero, slope, factor, clipped, layout = _fake_parts(ctx)
         gx = torch.where(clipped, 0.0, g) if ctx.needs_input_grad[0] else None
         gs = gz = None
         g32 = g.to(torch.float32)
         if scale is not None and ctx.needs_input_grad[1] and _learns(layout):
-            gs = (block.reduce(g32 * slope, layout.block, torch.sum) * factor).to(scale.dtype).expand_as(scale)
+            gs = (
+                (block.reduce(g32 * slope, layout.block, torch.sum) * factor).to(scale.dtype).expand_as(scale)
+            )
         if zero is not None and ctx.needs_input_grad[2] and layout.zero_point == "float":
             gz = block.reduce(torch.where(clipped, g32, 0.0), layout.block, torch.sum).to(zero.dtype)
         return gx, gs, gz, None
 
     @staticmethod
     def jvp(ctx: Any, xt: Any, st: Any, zt: Any, _key: Any) -> Tensor:
-        x, _, _, spread, slope, factor, clipped, layout = _fake_parts(ctx)
+        x, _, _, slope, factor, clipped, layout = _fake_parts(ctx)
         out = torch.zeros_like(x) if xt is None else torch.where(clipped, 0.0, xt)
         shape = (x.shape[-2], x.shape[-1])
         if st is not None and _learns(layout):
@@ -254,7 +266,7 @@ def _learns(layout: Layout) -> bool:
 
 
 def _fake_parts(ctx: Any) -> tuple[Any, ...]:
-    """Return x, scale, zero, scale per element, d(output)/d(scale), LSQ's factor, what clips, layout."""
+    """Return x, scale, zero, d(output)/d(scale), LSQ's factor, what clips, layout."""
     saved = list(ctx.saved_tensors)
     x = saved.pop(0)
     scale = saved.pop(0) if ctx.given[0] else None
@@ -274,7 +286,11 @@ def _fake_parts(ctx: Any) -> tuple[Any, ...]:
     if layout.zero_point is not None:
         zeros = block.expand(numerics.load_zero(q.zero_point, q.layout), shape, layout.block)
         offset = zeros / spread if layout.zero_point != "int" else 0.0
-        low, high = (element.min - zeros, element.max - zeros) if layout.zero_point == "int" else (element.min, element.max)
+        low, high = (
+            (element.min - zeros, element.max - zeros)
+            if layout.zero_point == "int"
+            else (element.min, element.max)
+        )
     else:
         low, high = element.min, element.max
     value = x32 / spread - offset
@@ -285,16 +301,21 @@ def _fake_parts(ctx: Any) -> tuple[Any, ...]:
     clipped = (value > (high + half) * slack) | (value < (low - half) * slack)
     slope = torch.where(clipped, centred, centred - value)
     rows, cols = layout.block
-    count = (shape[0] if rows == -1 else min(rows, shape[0])) * (shape[1] if cols == -1 else min(cols, shape[1]))
+    count = (shape[0] if rows == -1 else min(rows, shape[0])) * (
+        shape[1] if cols == -1 else min(cols, shape[1])
+    )
     factor = 1.0 / (max(count, 1) * element.max) ** 0.5
-    return x, scale, zero, spread, slope, factor, clipped, layout
+    return x, scale, zero, slope, factor, clipped, layout
 
 
 # --- opaque calls ---
 
 
 @allow_in_graph
-def call_matmul(x: Tensor, bias: Tensor | None, spec: Spec, backend: str, adjoint: bool, *leaves: Tensor) -> Tensor:
+def call_matmul(
+    x: Tensor, bias: Tensor | None, spec: Spec, backend: str, adjoint: bool, *leaves: Tensor
+) -> Tensor:
+    """Run MatMul, or its kernel alone where nothing is differentiated or transformed."""
     q = from_leaves(leaves, spec)
     check_children("linear", q)
     if wants_grad(x, bias, *leaves) or is_transformed():
@@ -310,6 +331,7 @@ def call_matmul(x: Tensor, bias: Tensor | None, spec: Spec, backend: str, adjoin
 
 @allow_in_graph
 def call_dequantize(spec: Spec, dtype: torch.dtype, backend: str, *leaves: Tensor) -> Tensor:
+    """Run Dequantize, or its kernel alone where nothing is differentiated or transformed."""
     check_children("dequantize", from_leaves(leaves, spec))
     if wants_grad(*leaves) or is_transformed():
         return Dequantize.apply(Static(spec), dtype, backend, *leaves)
@@ -318,6 +340,7 @@ def call_dequantize(spec: Spec, dtype: torch.dtype, backend: str, *leaves: Tenso
 
 @allow_in_graph
 def call_fake_quantize(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, key: str) -> Tensor:
+    """Run FakeQuantize."""
     with plain(x.device):
         return FakeQuantize.apply(x, scale, zero_point, key)
 
@@ -332,6 +355,7 @@ def call_quantize(
     key: str,
     backend: str,
 ) -> tuple[Tensor, ...]:
+    """Run the kernel of quantize and return the leaves of what it made."""
     layout = parse(key)
     kernel = resolve("quantize", backend, x, layout)
     with plain(x.device):
@@ -341,6 +365,7 @@ def call_quantize(
 
 @allow_in_graph
 def call_embedding(ids: Tensor, spec: Spec, dtype: torch.dtype, backend: str, *leaves: Tensor) -> Tensor:
+    """Run the kernel of embedding, or gather and Dequantize where something is differentiated."""
     q = from_leaves(leaves, spec)
     check_children("embedding", q)
     if wants_grad(*leaves) or is_transformed():

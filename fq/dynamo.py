@@ -7,7 +7,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class _MarkOnImport(importlib.abc.MetaPathFinder):
     """Mark the collected functions right after somebody else has imported torch._dynamo."""
 
-    functions: list[Callable[..., Any]] = []
+    functions: ClassVar[list[Callable[..., Any]]] = []
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "torch._dynamo":
@@ -44,7 +44,7 @@ def allow_in_graph(function: F) -> F:
     the caller, which is traced, read them.
     """
     if "torch._dynamo" in sys.modules:
-        return torch.compiler.allow_in_graph(function)
+        return torch.compiler.allow_in_graph(function)  # type: ignore[return-value]
     if not _MarkOnImport.functions:
         sys.meta_path.insert(0, _MarkOnImport())
     _MarkOnImport.functions.append(function)

@@ -99,7 +99,16 @@ def _linear(input: Tensor, weight: FakeQuantized, bias: Tensor | None = None) ->
     return F.linear(_imitate(input, weight.act), weight.weight, bias)
 
 
-@_rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+@_rule(
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+    torch.mm,
+    Tensor.mm,
+    torch.bmm,
+    Tensor.bmm,
+)
 def _matmul(a: Any, b: Any) -> Tensor:
     if isinstance(b, FakeQuantized):
         return torch.matmul(_imitate(a, b.act), b.weight)

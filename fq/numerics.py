@@ -16,7 +16,8 @@ from fq.layouts import scale as scales
 from fq.layouts.element import Int, UInt
 from fq.layouts.layout import layout as parse
 from fq.layouts.packing import pack, unpack
-from fq.qtensor import QTensor, stored_key
+from fq.qtensor import QTensor
+from fq.spec import stored_key
 
 AFFINE_FLOOR = 1e-6  # MSLK's smallest group range
 
@@ -53,7 +54,9 @@ def quantize_matrix(
     if layout.zero_point is not None:
         if zero_point is None:
             if low is None:
-                raise ValueError("quantize: a layout with a zero point needs zero_point= where scale= is given")
+                raise ValueError(
+                    "quantize: a layout with a zero point needs zero_point= where scale= is given"
+                )
             zero_point = _choose_zero(low, statistic, wide, layout)
         zero = _keep_zero(zero_point, layout)
     spread = block.expand(wide, shape, layout.block)
@@ -139,6 +142,7 @@ def load_scale(kept: Any, kind: Any) -> Tensor:
 
 
 def load_zero(kept: Any, layout: Layout) -> Tensor:
+    """Return kept zero points in float32 over their block grid."""
     return dequantize_matrix(kept) if isinstance(layout.zero_point, Layout) else kept.to(torch.float32)
 
 
@@ -212,7 +216,10 @@ def _as_leaf(g: Tensor, leaf: Tensor) -> Tensor | None:
 
 
 def leaf_tangent(q: QTensor, tangents: list[Tensor | None]) -> Tensor | None:
-    """Return the derivative of `dequantize_matrix` along tangents of q's leaves; None is zero. Consumes the list."""
+    """Return the derivative of `dequantize_matrix` along tangents of q's leaves, None being zero.
+
+    It consumes the list.
+    """
     tangents.pop(0)  # codes
     ts = leaf_tangent(q.scale, tangents) if isinstance(q.scale, QTensor) else tangents.pop(0)
     tz = None

@@ -1,4 +1,4 @@
-"""Which parameter gets which layout: policies, roles, ties, and the Plan that says so before anything runs."""
+"""Which parameter gets which layout: policies, roles, ties, and the Plan that says so beforehand."""
 
 from __future__ import annotations
 
@@ -135,7 +135,10 @@ def _decide(policy: Policy, role: str, name: str, value: Any, used: set[str]) ->
                 used.add(pattern)
                 if vector and pattern != name and layout is not None:
                     return None, f"{value.ndim}-dimensional; only its whole name quantizes it"
-                return layout, f"pattern {pattern!r}" if layout is not None else f"pattern {pattern!r} keeps it"
+                return (
+                    layout,
+                    f"pattern {pattern!r}" if layout is not None else f"pattern {pattern!r} keeps it",
+                )
         return None, "no pattern matches"
     layout = policy(name, value)
     return layout, "policy function" if layout is not None else "policy function keeps it"
@@ -145,7 +148,9 @@ def _check_policy(policy: Any) -> None:
     if isinstance(policy, Layout) or callable(policy):
         return
     if not isinstance(policy, Mapping):
-        raise TypeError(f"plan: a policy is a Layout, a dict of pattern -> Layout or a function, got {policy!r}")
+        raise TypeError(
+            f"plan: a policy is a Layout, a dict of pattern -> Layout or a function, got {policy!r}"
+        )
     for pattern, layout in policy.items():
         if not isinstance(pattern, str) or not (layout is None or isinstance(layout, Layout)):
             raise TypeError(f"plan: expected pattern -> Layout or None, got {pattern!r}: {layout!r}")
@@ -249,7 +254,9 @@ def _entry(
     if isinstance(value, LEAF_TYPES):
         if layout is not None:
             form = value.layout.key if isinstance(value, QTensor) else type(value).__name__
-            raise ValueError(f"plan: {name} is already quantized ({form}); use fq.requantize, or leave it out")
+            raise ValueError(
+                f"plan: {name} is already quantized ({form}); use fq.requantize, or leave it out"
+            )
         return Entry(name, shape, value.dtype, role, None, "already quantized", guessed=guessed)
     if layout is not None and not value.is_floating_point():
         raise ValueError(f"plan: {name} is {value.dtype}; only float tensors are quantized")
@@ -262,7 +269,11 @@ def _entry(
 
 def _tie(name: str, value: Tensor, seen: dict[Any, str]) -> str | None:
     """Return the first name with the same storage and view, if there is one."""
-    key = (value.untyped_storage()._cdata, value.storage_offset(), tuple(value.shape), tuple(value.stride()))
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):  # type: ignore[attr-defined]
+        key: Any = id(value)  # inside a transform there is no storage to compare
+    else:
+        storage = value.untyped_storage()._cdata
+        key = (storage, value.storage_offset(), tuple(value.shape), tuple(value.stride()))
     first = seen.setdefault(key, name)
     return None if first == name else first
 

@@ -7,7 +7,6 @@ the activation, so that no kernel knows them.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -17,12 +16,10 @@ from fq import autograd
 from fq.backends.registry import requested
 from fq.checks import check_float, check_qtensor
 from fq.layouts import Layout, block
-from fq.layouts.packing import row_bytes
 from fq.layouts.storage import CANONICAL
-from fq.qtensor import QTensor, canonical_leaf, from_leaves, spec_of, to_leaves
+from fq.qtensor import QTensor
+from fq.spec import canonical_leaf, from_leaves, spec_of, to_leaves
 from fq.structure import map_lead, select_row
-
-# --- quantize and back ---
 
 
 def quantize(
@@ -64,14 +61,18 @@ def quantize(
         tensor([[ 0.5000,  1.0000, -6.0000,  3.0000]])
     """
     if isinstance(x, QTensor):
-        raise TypeError(f"quantize: expected a float tensor, got a QTensor ({x.layout.key}); use fq.requantize")
+        raise TypeError("quantize: expected a float tensor, got a QTensor; use fq.requantize")
     check_float("quantize", "x", x)
     if not isinstance(layout, Layout):
         raise TypeError(f"quantize: expected a Layout such as fq.int4(), got {layout!r}")
     if layout.storage != CANONICAL:
-        raise ValueError(f"quantize: storage {layout.storage!r} is made by fq.prepack from a canonical QTensor")
+        raise ValueError(
+            f"quantize: storage {layout.storage!r} is made by fq.prepack from a canonical QTensor"
+        )
     if x.ndim == 0:
-        raise ValueError("quantize: expected at least one dimension, got a 0-dimensional tensor; reshape it to (1,)")
+        raise ValueError(
+            "quantize: expected at least one dimension, got a 0-dimensional tensor; reshape it to (1,)"
+        )
     if not 1 <= inner <= x.ndim:
         raise ValueError(f"quantize: inner={inner} trailing dimensions, but x has {x.ndim}")
     x, noise = x.detach(), None if noise is None else noise.detach()
@@ -100,7 +101,9 @@ def quantize(
     q = from_leaves(leaves, spec_of(layout, shape, x.dtype, inner_shape))
     if input_scale is not None:
         if layout.act is None:
-            raise ValueError(f"quantize: {layout.key} does not quantize activations; input_scale= does not apply")
+            raise ValueError(
+                f"quantize: {layout.key} does not quantize activations; input_scale= does not apply"
+            )
         q = replace(q, input_scale=_grid("input_scale", input_scale, (*lead, 1, 1), x.device))
     return _as_vector(q) if x.ndim == inner else q
 
@@ -191,7 +194,7 @@ def requantize(q: QTensor, layout: Layout, *, backend: str = "auto") -> QTensor:
 
     Example:
         >>> import fq, torch
-        >>> q = fq.quantize(torch.ones(2, 32), fq.int8())
+        >>> q = fq.quantize(torch.ones(2, 64), fq.int8())
         >>> fq.requantize(q, fq.mxfp4()).layout
         fq.layout('mxfp4')
     """
@@ -213,7 +216,8 @@ def fake_quantize(
     Args:
         x: (*lead, N, K), float.
         layout: the format to imitate; a learned `scale` has its block grid (*lead, rows, cols).
-        scale: learned scales. zero_point: with them, where the layout has one.
+        scale: learned scales.
+        zero_point: with them, where the layout has one.
 
     Raises:
         TypeError: x is no float tensor.
@@ -235,162 +239,11 @@ def fake_quantize(
     shape = (*matrix.shape[:-2], *block.grid((matrix.shape[-2], matrix.shape[-1]), layout.block))
     for name, value in (("scale", scale), ("zero_point", zero_point)):
         if value is not None and tuple(value.shape) != shape:
-            raise ValueError(f"fake_quantize: {name} must be a block grid of shape {shape}, got {tuple(value.shape)}")
+            raise ValueError(
+                f"fake_quantize: {name} must be a block grid of shape {shape}, got {tuple(value.shape)}"
+            )
     if (scale is not None) != (zero_point is not None) and layout.zero_point is not None:
         raise ValueError("fake_quantize: scale= and zero_point= go together for a layout with a zero point")
     y = autograd.call_fake_quantize(matrix, scale, zero_point, layout.key)
     y = y.mT if layout.axis == -2 else y
     return y.squeeze(0) if x.ndim == 1 else y
-
-
-# --- codes and bytes ---
-
-
-def cast_fp4x2(x: Tensor, *, backend: str = "auto") -> Tensor:
-    """Round x: (..., K) to e2m1 and pack pairs, the even element in the low nibble: (..., K/2) uint8.
-
-    To nearest even, saturating at ±6; ±inf give ±6, NaN gives +6 (as `cvt.rn.satfinite.e2m1x2` does),
-    -0.0 keeps its sign. torchao #2832.
-
-    Raises:
-        TypeError: x is no float tensor.
-        ValueError: K is odd.
-
-    Example:
-        >>> import fq, torch
-        >>> fq.cast_fp4x2(torch.tensor([0.5, 1.0, -6.0, 2.5]))
-        tensor([33, 79], dtype=torch.uint8)
-    """
-    check_float("cast_fp4x2", "x", x)
-    _even("cast_fp4x2", x)
-    return autograd.call_codes("cast_fp4x2", requested(backend), x.detach())
-
-
-def pack_bits(codes: Tensor, bits: int, *, backend: str = "auto") -> Tensor:
-    """Pack codes: (..., K) of `bits` bits densely into (..., ceil(K·bits/8)) uint8.
-
-    LSB first along the last axis, each row starting on a byte; codes are masked to their width.
-
-    Raises:
-        TypeError: codes are no integers. ValueError: bits is not 1 to 8.
-
-    Example:
-        >>> import fq, torch
-        >>> fq.pack_bits(torch.tensor([1, 2, 3]), 3)
-        tensor([209,   0], dtype=torch.uint8)
-    """
-    _integers("pack_bits", codes)
-    return autograd.call_codes("pack_bits", requested(backend), codes, _bits("pack_bits", bits))
-
-
-def unpack_bits(packed: Tensor, bits: int, size: int, *, backend: str = "auto") -> Tensor:
-    """Unpack bytes (..., ceil(size·bits/8)) uint8 into plain codes (..., size) uint8.
-
-    Raises:
-        TypeError: packed is not uint8.
-        ValueError: the last dimension does not hold `size` codes.
-
-    Example:
-        >>> import fq, torch
-        >>> fq.unpack_bits(torch.tensor([209, 0], dtype=torch.uint8), 3, 3)
-        tensor([1, 2, 3], dtype=torch.uint8)
-    """
-    bits = _bits("unpack_bits", bits)
-    _bytes("unpack_bits", packed)
-    if packed.shape[-1] != row_bytes(size, bits):
-        raise ValueError(
-            f"unpack_bits: {size} codes of {bits} bits take {row_bytes(size, bits)} bytes, "
-            f"got a last dimension of {packed.shape[-1]}"
-        )
-    return autograd.call_codes("unpack_bits", requested(backend), packed, bits, size)
-
-
-def pack_fp4x2(codes: Tensor, *, backend: str = "auto") -> Tensor:
-    """Pack e2m1 codes (..., K), K even, into (..., K/2) uint8, the even element in the low nibble.
-
-    Raises:
-        TypeError: codes are no integers. ValueError: K is odd; see `pack_bits`.
-
-    Example:
-        >>> import fq, torch
-        >>> fq.pack_fp4x2(torch.tensor([0, 1, 2, 3])).tolist() == [0x10, 0x32]
-        True
-    """
-    _integers("pack_fp4x2", codes)
-    _even("pack_fp4x2", codes)
-    return autograd.call_codes("pack_bits", requested(backend), codes, 4)
-
-
-def unpack_fp4x2(packed: Tensor, *, backend: str = "auto") -> Tensor:
-    """Unpack bytes (..., K/2) uint8 into e2m1 codes (..., K) uint8.
-
-    Raises:
-        TypeError: packed is not uint8.
-
-    Example:
-        >>> import fq, torch
-        >>> fq.unpack_fp4x2(torch.tensor([0x10, 0x32], dtype=torch.uint8))
-        tensor([0, 1, 2, 3], dtype=torch.uint8)
-    """
-    _bytes("unpack_fp4x2", packed)
-    return autograd.call_codes("unpack_bits", requested(backend), packed, 4, 2 * packed.shape[-1])
-
-
-def pack_int4(codes: Tensor, *, backend: str = "auto") -> Tensor:
-    """Pack int4 codes (..., K), K even, as two's complement nibbles into (..., K/2) uint8, even ones low.
-
-    Raises:
-        TypeError: codes are no integers. ValueError: K is odd; see `pack_bits`.
-
-    Example:
-        >>> import fq, torch
-        >>> fq.pack_int4(torch.tensor([-8, 7])).tolist() == [0x78]
-        True
-    """
-    _integers("pack_int4", codes)
-    _even("pack_int4", codes)
-    return autograd.call_codes("pack_bits", requested(backend), codes, 4)
-
-
-def unpack_int4(packed: Tensor, *, backend: str = "auto") -> Tensor:
-    """Unpack bytes (..., K/2) uint8 into int4 codes (..., K) int8 of -8..7.
-
-    Raises:
-        TypeError: packed is not uint8.
-
-    Example:
-        >>> import fq, torch
-        >>> fq.unpack_int4(torch.tensor([0x78], dtype=torch.uint8))
-        tensor([-8,  7], dtype=torch.int8)
-    """
-    _bytes("unpack_int4", packed)
-    codes = autograd.call_codes("unpack_bits", requested(backend), packed, 4, 2 * packed.shape[-1])
-    return (codes ^ 8).to(torch.int8) - 8
-
-
-def _even(what: str, x: Tensor) -> None:
-    if x.ndim == 0 or x.shape[-1] % 2:
-        size = "a 0-dimensional tensor" if x.ndim == 0 else f"{x.shape[-1]} in shape {tuple(x.shape)}"
-        raise ValueError(f"{what}: expected an even last dimension, got {size}; fq.pack_bits packs odd rows")
-
-
-def _integers(what: str, codes: Tensor) -> None:
-    if not isinstance(codes, Tensor) or codes.is_floating_point() or codes.is_complex():
-        raise TypeError(f"{what}: expected integer codes, got {getattr(codes, 'dtype', type(codes).__name__)}")
-    if codes.ndim == 0:
-        raise ValueError(f"{what}: expected at least one dimension, got a 0-dimensional tensor")
-
-
-def _bytes(what: str, packed: Tensor) -> None:
-    if not isinstance(packed, Tensor) or packed.dtype != torch.uint8:
-        raise TypeError(f"{what}: expected uint8 bytes, got {getattr(packed, 'dtype', type(packed).__name__)}")
-    if packed.ndim == 0:
-        raise ValueError(f"{what}: expected at least one dimension, got a 0-dimensional tensor")
-
-
-def _bits(what: str, bits: int) -> int:
-    if isinstance(bits, bool) or not isinstance(bits, int):
-        raise TypeError(f"{what}: bits must be an int, got {bits!r}")
-    if not 1 <= bits <= 8:
-        raise ValueError(f"{what}: bits must be 1 to 8, got {bits}")
-    return bits

@@ -8,20 +8,18 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fq import autograd
-from fq.backends.registry import check_name, requested, verdicts
+from fq.backends.registry import requested
 from fq.checks import check_float, check_qtensor
-from fq.errors import BackendError
 from fq.layouts import Layout
 from fq.layouts import layout as parse
 from fq.layouts.element import E2M1, E4M3, Int, UInt
 from fq.layouts.scale import E8M0
-from fq.layouts.storage import CANONICAL, HOOKS
 from fq.primitives import _unpermute
-from fq.qtensor import QTensor, canonical_leaf, stored_key, to_leaves
+from fq.qtensor import QTensor
+from fq.spec import stored_key, to_leaves
 from fq.structure import as_matrix, map_lead
 
 
@@ -39,8 +37,8 @@ def linear(x: Tensor, q: QTensor, bias: Tensor | None = None, *, backend: str = 
 
     Example:
         >>> import fq, torch
-        >>> q = fq.quantize(torch.eye(2, 4), fq.int8())
-        >>> fq.linear(torch.tensor([[127.5, 255.0, 1.0, 1.0]]), q)
+        >>> q = fq.quantize(127.5 * torch.eye(2, 4), fq.int8())
+        >>> fq.linear(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), q)
         tensor([[127., 254.]])
     """
     check_float("linear", "x", x)
@@ -76,7 +74,9 @@ def matmul(a: Any, b: Any, *, backend: str = "auto") -> Tensor:
     """
     if isinstance(a, QTensor) == isinstance(b, QTensor):
         kind = "both are" if isinstance(a, QTensor) else "neither is"
-        raise TypeError(f"matmul: expected one quantized operand, {kind}; fq.dequantize one, or use torch.matmul")
+        raise TypeError(
+            f"matmul: expected one quantized operand, {kind}; fq.dequantize one, or use torch.matmul"
+        )
     backend = requested(backend)
     if isinstance(b, QTensor):
         check_float("matmul", "a", a)
@@ -87,7 +87,9 @@ def matmul(a: Any, b: Any, *, backend: str = "auto") -> Tensor:
     check_float("matmul", "b", b)
     check_qtensor("matmul", a)
     if b.ndim == 1:  # (..., N, K) @ (K,): b is one row
-        return _contract("matmul", b.unsqueeze(0), _flipped(a), None, _flipped(a).layout.axis == -1, backend).squeeze(-2)
+        return _contract(
+            "matmul", b.unsqueeze(0), _flipped(a), None, _flipped(a).layout.axis == -1, backend
+        ).squeeze(-2)
     if a.ndim == 1:
         return _contract("matmul", b.mT, as_matrix(a), None, False, backend).squeeze(-1)
     return _contract("matmul", b.mT, a.mT, None, a.layout.axis == -2, backend).mT
@@ -105,7 +107,9 @@ def _contract(what: str, x: Tensor, q: QTensor, bias: Tensor | None, adjoint: bo
     size, out = (rows, columns) if adjoint else (columns, rows)
     if x.ndim == 0 or x.shape[-1] != size:
         got = x.shape[-1] if x.ndim else "no dimension"
-        raise ValueError(f"{what}: x has K={got}, q was quantized with K={size} ({q.layout.key}, shape {tuple(q.shape)})")
+        raise ValueError(
+            f"{what}: x has K={got}, q was quantized with K={size} ({q.layout.key}, shape {tuple(q.shape)})"
+        )
     if (q.perm is not None or q.pre_scale is not None) and not adjoint:
         x = _match_columns(x, q)
     plain = q if q.perm is None and q.pre_scale is None else replace(q, perm=None, pre_scale=None)
@@ -163,17 +167,19 @@ def _squeeze_lead(q: QTensor, lead: list[int]) -> QTensor:
 
 
 def _call(x: Tensor, q: QTensor, bias: Tensor | None, adjoint: bool, backend: str) -> Tensor:
-    if not torch.compiler.is_compiling() and not autograd.is_transformed():
-        leaves = [q.data, q.scale, q.zero_point]
-        if not torch.is_grad_enabled() or not (x.requires_grad or _any_grad(leaves) or _any_grad([bias])):
-            if not torch.is_autocast_enabled(x.device.type):
-                return autograd.run_matmul(x, bias, q, backend, adjoint)
+    if not torch.compiler.is_compiling() and _is_plain(x, bias, q):
+        return autograd.run_matmul(x, bias, q, backend, adjoint)
     tensors, spec = to_leaves(q)
     return autograd.call_matmul(x, bias, spec, backend, adjoint, *tensors)
 
 
-def _any_grad(leaves: list[Any]) -> bool:
-    return any(leaf is not None and leaf.requires_grad for leaf in leaves)
+def _is_plain(x: Tensor, bias: Tensor | None, q: QTensor) -> bool:
+    """Whether nothing is differentiated, transformed or autocast, so that the kernel alone will do."""
+    if autograd.is_transformed() or torch.is_autocast_enabled(x.device.type):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not any(t is not None and t.requires_grad for t in (x, bias, q.scale, q.zero_point))
 
 
 def embedding(ids: Tensor, q: QTensor, *, backend: str = "auto") -> Tensor:
@@ -194,14 +200,20 @@ def embedding(ids: Tensor, q: QTensor, *, backend: str = "auto") -> Tensor:
     """
     check_qtensor("embedding", q)
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"embedding: ids must be int64 or int32, got {getattr(ids, 'dtype', type(ids).__name__)}")
+        raise TypeError(
+            f"embedding: ids must be int64 or int32, got {getattr(ids, 'dtype', type(ids).__name__)}"
+        )
     if q.ndim != 2 or q.layout.axis != -1 or q.data.ndim != 2:
-        raise ValueError(f"embedding: expected rows (V, D) packed along D, got {q.layout.key} of {tuple(q.shape)}")
+        raise ValueError(
+            f"embedding: expected rows (V, D) packed along D, got {q.layout.key} of {tuple(q.shape)}"
+        )
     if q.layout.block[0] not in (1, -1):
         raise ValueError(f"embedding: {q.layout.key} shares blocks between rows; use blocks one row high")
     adjusted = q.perm is not None or q.pre_scale is not None
     leaves, spec = to_leaves(replace(q, perm=None, pre_scale=None, input_scale=None) if adjusted else q)
-    out = autograd.call_embedding(ids, spec, torch.float32 if adjusted else q.dtype, requested(backend), *leaves)
+    out = autograd.call_embedding(
+        ids, spec, torch.float32 if adjusted else q.dtype, requested(backend), *leaves
+    )
     if adjusted:
         out = _unpermute(out, None if q.perm is None else q.perm.squeeze(0))
         out = (out if q.pre_scale is None else out / q.pre_scale.to(torch.float32)).to(q.dtype)
@@ -211,7 +223,9 @@ def embedding(ids: Tensor, q: QTensor, *, backend: str = "auto") -> Tensor:
 # --- one format each ---
 
 
-def _checked(name: str, wanted: str, accepts: Callable[[Layout], bool], layout_name: str) -> Callable[..., Tensor]:
+def _checked(
+    name: str, wanted: str, accepts: Callable[[Layout], bool], layout_name: str
+) -> Callable[..., Tensor]:
     def product(
         x: Tensor, q: Any, bias: Tensor | None = None, *, layout: Layout | None = None, backend: str = "auto"
     ) -> Tensor:
@@ -248,7 +262,9 @@ def _from_tuple(name: str, x: Tensor, parts: tuple[Any, ...], layout: Layout | N
     if not isinstance(layout, Layout):
         raise TypeError(f"{name}: a plain tuple needs layout=, such as layout=fq.int4()")
     if not 2 <= len(parts) <= 3:
-        raise ValueError(f"{name}: expected (data, scale) or (data, scale, zero_point), got {len(parts)} parts")
+        raise ValueError(
+            f"{name}: expected (data, scale) or (data, scale, zero_point), got {len(parts)} parts"
+        )
     data, scale, *zero = parts
     size = x.shape[-1] if layout.axis == -1 else data.shape[-1] * 8 // layout.element.bits
 
@@ -258,7 +274,14 @@ def _from_tuple(name: str, x: Tensor, parts: tuple[Any, ...], layout: Layout | N
         return QTensor(value[0], child(value[1], kind.scale), kind, torch.float32, (value[0].shape[-1],))
 
     stored = parse(stored_key(layout, (data.shape[-2], size)))
-    return QTensor(data, child(scale, layout.scale), stored, x.dtype, (size,), child(zero[0], layout.zero_point) if zero else None)
+    return QTensor(
+        data,
+        child(scale, layout.scale),
+        stored,
+        x.dtype,
+        (size,),
+        child(zero[0], layout.zero_point) if zero else None,
+    )
 
 
 def _is_nvfp4(layout: Layout) -> bool:
@@ -267,116 +290,11 @@ def _is_nvfp4(layout: Layout) -> bool:
     return layout.element == E2M1 and kept and layout.block in ((1, 16), (1, -1))
 
 
-int4_matmul = _checked("int4_matmul", "a 4-bit integer format", lambda t: t.element in (Int(4), UInt(4)), "int4")
-int8_matmul = _checked("int8_matmul", "an 8-bit integer format", lambda t: t.element in (Int(8), UInt(8)), "int8")
+int4_matmul = _checked(
+    "int4_matmul", "a 4-bit integer format", lambda t: t.element in (Int(4), UInt(4)), "int4"
+)
+int8_matmul = _checked(
+    "int8_matmul", "an 8-bit integer format", lambda t: t.element in (Int(8), UInt(8)), "int8"
+)
 mx_matmul = _checked("mx_matmul", "an MX format (e8m0 scales)", lambda t: t.scale == E8M0, "mxfp4")
 nvfp4_matmul = _checked("nvfp4_matmul", "NVFP4 (e2m1 under e4m3 scales)", _is_nvfp4, "nvfp4")
-
-
-# --- storage, and why a backend is chosen ---
-
-
-def prepack(tree: Any, backend: str = "auto") -> Any:
-    """Convert QTensors in a tree to the byte order that a backend's kernels want, once and exactly.
-
-    "auto" leaves a layout that no kernel wants as it is; a named backend that cannot raises. Nothing is
-    rounded: `canonical(prepack(q))` is byte-equal to q.
-
-    Raises:
-        BackendError: the named backend has no storage for a leaf; says why.
-
-    Example:
-        >>> import fq, torch
-        >>> q = fq.quantize(torch.randn(32, 64), fq.int4(group_size=32))
-        >>> torch.equal(fq.canonical(fq.prepack(q)).data, q.data)
-        True
-    """
-    check_name(backend)
-
-    def convert(q: Any) -> Any:
-        if not isinstance(q, QTensor) or q.layout.storage != CANONICAL:
-            return q
-        check_qtensor("prepack", q)
-        reasons = []
-        for hook in HOOKS.values():
-            if backend not in ("auto", hook.backend):
-                continue
-            reason = hook.accepts(q) or (hook.unwanted(q) if backend == "auto" else None)
-            if reason is None:
-                return hook.prepack(q)
-            reasons.append(reason)
-        if backend == "auto":
-            return q
-        why = "; ".join(reasons) or "it keeps every layout canonical"
-        raise BackendError(f"prepack: backend {backend!r} has no storage for {q.layout.key}: {why}")
-
-    verdicts("linear_adjoint")  # loads the backends, which register their storages
-    return pytree.tree_map(convert, tree, is_leaf=lambda v: isinstance(v, QTensor))
-
-
-def canonical(tree: Any) -> Any:
-    """Convert QTensors in a tree back to canonical storage, byte for byte.
-
-    Raises:
-        TypeError: a leaf's storage belongs to no loaded backend.
-
-    Example:
-        >>> import fq, torch
-        >>> q = fq.quantize(torch.ones(2, 4), fq.int8())
-        >>> fq.canonical(q) is q
-        True
-    """
-    return pytree.tree_map(
-        lambda q: canonical_leaf(q) if isinstance(q, QTensor) else q,
-        tree,
-        is_leaf=lambda v: isinstance(v, QTensor),
-    )
-
-
-class Explanation(str):
-    """Text whose repr is itself, so that it reads well at a prompt."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def explain(primitive: Callable[..., Any], *args: Any) -> Explanation:
-    """Say which backends could run a call, in the order they are asked, and why the others cannot.
-
-    Args:
-        primitive: fq.linear, fq.matmul, fq.quantize, fq.dequantize, fq.embedding or fq.cast_fp4x2.
-        args: what it would be called with.
-
-    Raises:
-        ValueError: the function has no kernels of its own.
-
-    Example:
-        >>> import fq, torch
-        >>> q = fq.quantize(torch.ones(2, 32), fq.mxfp4())
-        >>> fq.explain(fq.linear, torch.ones(1, 32), q)
-        linear
-          aten       no: ...
-          reference  yes  <- auto
-    """
-    name = primitive.__name__
-    if name == "matmul":
-        name = "linear"
-        a, b = args
-        args = (a, b) if isinstance(b, QTensor) else (b, a)
-        rows = args[1].layout.axis == (-1 if isinstance(b, QTensor) else -2)
-        name = "linear_adjoint" if rows else "linear"
-    elif name.endswith("_matmul"):
-        name = "linear"
-    elif name == "linear" and args[1].layout.axis == -2:
-        name = "linear_adjoint"
-    if name in ("dequantize", "embedding"):
-        args = (*args, args[-1].dtype)
-    found = verdicts(name, *args[: 3 if name == "embedding" else 2])
-    if not found:
-        raise ValueError(f"explain: {primitive.__name__} has no kernels of its own")
-    lines, chosen = [primitive.__name__], False
-    for backend, reason in found:
-        mark = "" if chosen or reason is not None else "  <- auto"
-        chosen = chosen or reason is None
-        lines.append(f"  {backend:<10} {'yes' if reason is None else f'no: {reason}'}{mark}")
-    return Explanation("\n".join(lines))

@@ -17,9 +17,7 @@ from fq import indexing
 from fq.errors import UnsupportedOp
 from fq.indexing import cat as cat
 from fq.indexing import stack as stack
-from fq.layouts import Layout, block, layout
-from fq.layouts.layout import stored_layout
-from fq.layouts.storage import CANONICAL, HOOKS
+from fq.layouts import Layout, layout
 
 CHILDREN = ("data", "scale", "zero_point", "input_scale", "pre_scale", "perm")
 _RULES: dict[Any, dict[type, Callable[..., Any]]] = {}
@@ -180,11 +178,11 @@ class QTensor:
 
     def permute(self, *dims: Any) -> QTensor:
         """Reorder dimensions; the packed one stays within the last two."""
-        return indexing.permute(self, _sizes(dims))
+        return indexing.permute(self, dims)
 
     def reshape(self, *shape: Any) -> QTensor:
         """Reshape leading dimensions, and leading dimensions into rows and back."""
-        return indexing.reshape(self, _sizes(shape))
+        return indexing.reshape(self, shape)
 
     view = reshape
 
@@ -202,12 +200,11 @@ class QTensor:
         return self.reshape(*self.shape[:at], 1, *self.shape[at:])
 
     def squeeze(self, dim: int | Sequence[int] | None = None) -> QTensor:
-        dims = range(self.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-        return indexing.squeeze(self, dims)
+        return indexing.squeeze(self, range(self.ndim) if dim is None else dim)
 
     def expand(self, *sizes: Any) -> QTensor:
         """Expand leading dimensions as views."""
-        return indexing.expand(self, _sizes(sizes))
+        return indexing.expand(self, sizes)
 
     def narrow(self, dim: int, start: int, length: int) -> QTensor:
         return indexing.narrow(self, dim, start, length)
@@ -230,10 +227,11 @@ class QTensor:
 
     def to(self, *args: Any, **kwargs: Any) -> QTensor:
         """Move to a device, or stand for another float dtype; codes and scales never change."""
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        copy = kwargs.pop("copy", False)
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
         out = self
-        if device is not None:
-            out = out._map(lambda t: t.to(device, non_blocking=non_blocking, copy=kwargs.get("copy", False)))
+        if copy or device is not None:
+            out = out._map(lambda t: t.to(device or t.device, non_blocking=non_blocking, copy=copy))
         if dtype is not None:
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise TypeError(f"QTensor.to: expected a float dtype that it can stand for, got {dtype}")
@@ -267,6 +265,16 @@ class QTensor:
             tensor.share_memory_()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep float8 children as bytes: plain pickle cannot load torch's float8 (2.13)."""
+        small = {n: t for n, t in vars(self).items() if _is_float8(t)}
+        return {**vars(self), **{n: (t.view(torch.uint8), t.dtype) for n, t in small.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            packed = isinstance(value, tuple) and isinstance(value[0], Tensor)
+            self.__dict__[name] = value[0].view(value[1]) if packed else value
+
     # --- torch functions ---
 
     @classmethod
@@ -280,45 +288,11 @@ class QTensor:
         return apply_rule(QTensor, torch.matmul, (other, self), None)
 
 
-def _sizes(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+def _is_float8(child: Any) -> bool:
+    return isinstance(child, Tensor) and child.is_floating_point() and child.dtype.itemsize == 1
 
 
 # --- pytree ---
-
-# Spec: what a QTensor is besides its tensors, all constants, so that it can stand in a graph.
-Spec = tuple[str, torch.dtype, tuple[int, ...], tuple[tuple[str, Any], ...]]
-
-
-def to_leaves(q: QTensor) -> tuple[list[Tensor], Spec]:
-    """Return the tensors of q and a Spec of constants from which `from_leaves` rebuilds it."""
-    leaves: list[Tensor] = []
-    names: list[tuple[str, Any]] = []
-    for name in CHILDREN:
-        child = getattr(q, name)
-        if child is None:
-            continue
-        if isinstance(child, QTensor):
-            nested, spec = to_leaves(child)
-            leaves.extend(nested)
-            names.append((name, spec))
-        else:
-            leaves.append(child)
-            names.append((name, None))
-    return leaves, (q.layout.key, q.dtype, q.inner, tuple(names))
-
-
-def from_leaves(leaves: Sequence[Any], spec: Spec) -> QTensor:
-    """Rebuild the QTensor that `to_leaves` took apart."""
-    remaining = iter(leaves)
-
-    def build(spec: Spec) -> QTensor:
-        key, dtype, inner, names = spec
-        children = {name: next(remaining) if nested is None else build(nested) for name, nested in names}
-        return QTensor(layout=layout(key), dtype=dtype, inner=inner, **children)
-
-    return build(spec)
-
 
 _Context = tuple[Layout, torch.dtype, tuple[int, ...], tuple[str, ...]]
 
@@ -354,9 +328,10 @@ optree.register_pytree_node(
     lambda q: (*_flatten(q), _flatten(q)[1][3]),
     lambda context, children: _unflatten(children, context),
     path_entry_type=optree.GetAttrEntry,
-    namespace=optree.registry.__GLOBAL_NAMESPACE,
+    namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
 )
-pytree.register_pytree_node(
+_register: Any = pytree.register_pytree_node  # its stubs take containers only
+_register(
     QTensor,
     _flatten,
     _unflatten,
@@ -366,29 +341,3 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,
 )
 torch.serialization.add_safe_globals([QTensor, layout])
-
-
-def canonical_leaf(q: QTensor) -> QTensor:
-    """Return q in canonical storage."""
-    return q if q.layout.storage == CANONICAL else HOOKS[q.layout.storage].canonical(q)
-
-
-def spec_of(layout_: Layout, shape: tuple[int, int], dtype: torch.dtype, inner: tuple[int, ...]) -> Spec:
-    """Return the Spec of a matrix of `shape` quantized with a layout, without quantizing it."""
-    key = stored_key(layout_, shape)
-    size = block.grid(shape, layout_.block)
-    names: list[tuple[str, Any]] = [("data", None)]
-    for name, part in (("scale", layout_.scale), ("zero_point", layout_.zero_point)):
-        if isinstance(part, Layout):
-            names.append((name, spec_of(part, size, torch.float32, (size[1],))))
-        elif part is not None:
-            names.append((name, None))
-    return key, dtype, inner, tuple(names)
-
-
-def stored_key(layout_: Layout, shape: tuple[int, int]) -> str:
-    """Return the key of the layout under which a matrix of `shape` is stored."""
-    rows, cols = layout_.block
-    whole_rows = True if 1 < rows >= shape[0] else False  # noqa: SIM210 - a symbolic comparison becomes a guard
-    whole_cols = True if 1 < cols >= shape[1] else False  # noqa: SIM210
-    return stored_layout(layout_.key, whole_rows, whole_cols).key

@@ -37,7 +37,9 @@ def _rule(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def _weight(q: Any, what: str, position: str) -> QTensor:
     if not isinstance(q, QTensor):
-        raise UnsupportedOp(f"{what}: only {position} can be quantized; fq.dequantize the other operand first")
+        raise UnsupportedOp(
+            f"{what}: only {position} can be quantized; fq.dequantize the other operand first"
+        )
     return q
 
 
@@ -56,7 +58,9 @@ def _matmul(a: Any, b: Any) -> Tensor:
 def _ranked(name: str, rank: int) -> Callable[[Any, Any], Tensor]:
     def rule(a: Any, b: Any) -> Tensor:
         if a.ndim != rank or b.ndim != rank:
-            raise ValueError(f"{name}: expected {rank}-dimensional operands, got {tuple(a.shape)} and {tuple(b.shape)}")
+            raise ValueError(
+                f"{name}: expected {rank}-dimensional operands, got {tuple(a.shape)} and {tuple(b.shape)}"
+            )
         if rank == 3 and a.shape[0] != b.shape[0]:
             raise ValueError(f"{name}: batches differ, {a.shape[0]} and {b.shape[0]}")
         return products.matmul(_cast(a), _cast(b))
@@ -73,7 +77,14 @@ def _addmm(input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> 
     if isinstance(input, QTensor):
         raise UnsupportedOp("addmm: the added matrix is quantized; fq.dequantize it first")
     input, a, b = _cast(input), _cast(a), _cast(b)
-    if alpha == 1 and beta == 1 and isinstance(b, QTensor) and b.ndim == 2 and input.ndim == 1 and b.layout.axis == -2:
+    if (
+        alpha == 1
+        and beta == 1
+        and isinstance(b, QTensor)
+        and b.ndim == 2
+        and input.ndim == 1
+        and b.layout.axis == -2
+    ):
         return products.linear(a, b.T, input)  # one rounding, as addmm has
     product = products.matmul(a, b)
     return beta * input + (product if alpha == 1 else alpha * product)
@@ -90,7 +101,9 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor:
     if max_norm is not None:
-        raise UnsupportedOp("embedding: max_norm rewrites the weight in place, which a quantized weight cannot")
+        raise UnsupportedOp(
+            "embedding: max_norm rewrites the weight in place, which a quantized weight cannot"
+        )
     return products.embedding(input, _weight(weight, "embedding", "the weight"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fq.leaves import LEAF_TYPES, FakeQuantized
 from fq.layouts.layout import changed
+from fq.leaves import LEAF_TYPES, FakeQuantized
 from fq.policies import Plan, Policy, plan, table
 from fq.primitives import dequantize, fake_quantize, quantize
 from fq.qtensor import QTensor, stack
@@ -72,7 +72,7 @@ def quantize_params(
         bad = [e.name for e in made if e.layout is not None and not _finite(params[e.name])]
         if bad:
             raise ValueError(
-                f"quantize_params: not finite: {', '.join(bad)}; fix them, or pass check_finite=False for NaN blocks"
+                f"quantize_params: not finite: {', '.join(bad)}; fix them, or pass check_finite=False"
             )
     out: dict[str, Any] = {}
     names = list(params)
@@ -154,7 +154,7 @@ def fake_quantize_params(params: Params, plan_or_policy: Plan | Policy) -> dict[
 # --- trees ---
 
 
-def tree_stack(trees: list[Params]) -> dict[str, Any]:
+def tree_stack(trees: Sequence[Params]) -> dict[str, Any]:
     """Stack parameter dicts of the same names, shapes and layouts along a new first dimension, for vmap.
 
     Raises:
@@ -184,7 +184,9 @@ def _stack_leaves(name: str, values: list[Any]) -> Any:
     if isinstance(first, QTensor):
         keys = {v.layout.key for v in values}
         if len(keys) > 1:
-            raise ValueError(f"tree_stack: {name} has layouts {', '.join(sorted(keys))}; fq.requantize to one")
+            raise ValueError(
+                f"tree_stack: {name} has layouts {', '.join(sorted(keys))}; fq.requantize to one"
+            )
         if first.data.ndim > 1:
             return stack(values)
     if any(tuple(v.shape) != tuple(first.shape) for v in values):
@@ -255,7 +257,10 @@ def sqnr(a: Any, b: Any) -> float:
         >>> fq.sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
         20.0
     """
-    x, y = (dequantize(t, torch.float32) if isinstance(t, QTensor) else t.detach().to(torch.float64) for t in (a, b))
+    x, y = (
+        dequantize(t, torch.float32) if isinstance(t, QTensor) else t.detach().to(torch.float64)
+        for t in (a, b)
+    )
     if x.shape != y.shape:
         raise ValueError(f"sqnr: shapes {tuple(x.shape)} and {tuple(y.shape)} differ")
     x, y = x.to(torch.float64), y.to(torch.float64)
@@ -277,7 +282,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a parameter dict holds: bytes, bits per weight, and error against a reference; prints as a table."""
+    """What a parameter dict holds: bytes, bits per weight, error against a reference; prints as a table."""
 
     rows: tuple[Row, ...]
 
@@ -334,7 +339,6 @@ def summary(params: Params, reference: Params | None = None) -> Summary:
         shared = bool(tensors) and all(id(t) in seen for t in tensors)
         seen.update(id(t) for t in tensors)
         shape = tuple(value.shape)
-        count = max(1, pytree.tree_leaves(shape) and torch.Size(shape).numel())
         layout = value.layout.key if isinstance(value, QTensor) else str(value.dtype).removeprefix("torch.")
         ratio = error = None
         if reference is not None and isinstance(value, QTensor) and not value.is_meta:
@@ -342,6 +346,8 @@ def summary(params: Params, reference: Params | None = None) -> Summary:
                 raise KeyError(f"summary: the reference has no {name!r}")
             wide = dequantize(value, torch.float32)
             ratio = sqnr(reference[name], wide)
-            error = float((reference[name].detach().to(torch.float32) - wide).abs().max()) if wide.numel() else 0.0
-        rows.append(Row(name, shape, layout, 0 if shared else nbytes, 0.0 if shared else nbytes * 8 / count, ratio, error))
+            difference = reference[name].detach().to(torch.float32) - wide
+            error = float(difference.abs().max()) if wide.numel() else 0.0
+        size, bits = (0, 0.0) if shared else (nbytes, nbytes * 8 / max(1, torch.Size(shape).numel()))
+        rows.append(Row(name, shape, layout, size, bits, ratio, error))
     return Summary(tuple(rows))

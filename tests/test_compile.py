@@ -1,4 +1,4 @@
-"""torch.compile and torch.export: guards on layouts, graph reuse, one node per primitive, programs that reload."""
+"""torch.compile and torch.export: guards on layouts, graph reuse, one node per primitive, reloading."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def square(key: str, seed: int = 0) -> fq.QTensor:
 def test_every_pair_of_lookalikes_through_one_function(keys):
     x = torch.randn(3, 64)
     leaves = {key: square(key) for key in keys}
-    shapes = {tuple((tuple(t.shape), t.dtype) for t in torch.utils._pytree.tree_leaves(q)) for q in leaves.values()}
+    shapes = {
+        tuple((tuple(t.shape), t.dtype) for t in torch.utils._pytree.tree_leaves(q)) for q in leaves.values()
+    }
     assert len(shapes) == 1
     want = {key: fq.linear(x, q) for key, q in leaves.items()}
     assert len({tuple(y.flatten().tolist()) for y in want.values()}) == len(keys)  # a mix-up would show
@@ -53,7 +55,7 @@ def test_every_pair_of_lookalikes_through_one_module(keys):
     with torch._dynamo.config.patch(recompile_limit=64):
         compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x), net(x))
-        for a, b in pairwise([k for a in keys for b in keys if a != b for k in (a, b)]):
+        for a, b in pairwise([k for one in keys for two in keys if one != two for k in (one, two)]):
             for key in (a, b):
                 q = square(key)
                 with fq.bind(net, {"weight": q}):
@@ -88,7 +90,9 @@ def test_use_backend_is_guarded():
 @pytest.mark.parametrize("key", ["int8", "int4:g32", "mxfp4", "nvfp4", "nvfp4@nvfp4"])
 def test_other_weights_and_batches_reuse_one_graph(key):
     counter = CompileCounter()
-    f = torch.compile(lambda x, q: torch.nn.functional.linear(x, q), fullgraph=True, backend=counter, dynamic=None)
+    f = torch.compile(
+        lambda x, q: torch.nn.functional.linear(x, q), fullgraph=True, backend=counter, dynamic=None
+    )
     for batch in (4, 5, 7, 64):
         f(torch.randn(batch, 64), square(key, batch))
     several = counter.frame_count
@@ -108,9 +112,13 @@ def test_opaque_backends_are_one_node_per_primitive():
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).requires_grad_(False)
     params = fq.quantize_params(dict(net.named_parameters()), {"re:.*weight": fq.int8()})
     x = torch.randn(2, 64)
-    got = torch.compile(lambda p, x: fq.functional_call(net, p, x), fullgraph=True, backend=backend)(params, x)
+    got = torch.compile(lambda p, x: fq.functional_call(net, p, x), fullgraph=True, backend=backend)(
+        params, x
+    )
     assert torch.equal(got, fq.functional_call(net, params, x))
-    calls = [n for n in graphs[0].graph.nodes if n.op == "call_function" and n.target.__name__ == "call_matmul"]
+    calls = [
+        n for n in graphs[0].graph.nodes if n.op == "call_function" and n.target.__name__ == "call_matmul"
+    ]
     assert len(calls) == 3
 
 
@@ -148,7 +156,9 @@ def test_export(key, constant):
         args,
         dynamic_shapes=({0: batch},) if constant else ({0: batch}, static_shapes(params)),
     )
-    stored = [t for t in (*program.constants.values(), *program.state_dict.values()) if t.dtype == torch.uint8]
+    stored = [
+        t for t in (*program.constants.values(), *program.state_dict.values()) if t.dtype == torch.uint8
+    ]
     packed = [q.data for q in params.values() if isinstance(q, fq.QTensor) and q.layout.packed]
     if constant and packed:
         assert {tuple(t.shape) for t in packed} <= {tuple(t.shape) for t in stored}  # packed in the program

@@ -1,4 +1,4 @@
-"""The composition matrix, by value: every preset under every transform, eager and compiled, on every backend."""
+"""The composition matrix, by value: presets under transforms, eager and compiled, on every backend."""
 
 from __future__ import annotations
 
@@ -15,8 +15,22 @@ import fq
 from fq import numerics
 
 T = torch.func
-LAYOUTS = ["int8", "int4:g32", "int4:g32:sym", "mxfp4", "nvfp4", "int8@int8", "int4:g32:sym@int8", "nvfp4@nvfp4"]
-ON_ATEN = {"int8": "canonical", "int8@int8": "canonical", "int4:g32": "prepacked", "int4:g32:sym": "prepacked"}
+LAYOUTS = [
+    "int8",
+    "int4:g32",
+    "int4:g32:sym",
+    "mxfp4",
+    "nvfp4",
+    "int8@int8",
+    "int4:g32:sym@int8",
+    "nvfp4@nvfp4",
+]
+ON_ATEN = {
+    "int8": "canonical",
+    "int8@int8": "canonical",
+    "int4:g32": "prepacked",
+    "int4:g32:sym": "prepacked",
+}
 CASES = [(key, "reference", "canonical") for key in LAYOUTS]
 CASES += [(key, "aten", storage) for key, storage in ON_ATEN.items()]
 CASES += [(key, "reference", "prepacked") for key, storage in ON_ATEN.items() if storage == "prepacked"]
@@ -29,7 +43,11 @@ def network() -> nn.Module:
 
 def parameters(key: str, storage: str = "canonical", seed: int = 0) -> dict[str, Any]:
     torch.manual_seed(seed)
-    params = {"0.weight": torch.randn(32, 64) / 4, "0.bias": torch.randn(32), "2.weight": torch.randn(16, 32) / 4}
+    params = {
+        "0.weight": torch.randn(32, 64) / 4,
+        "0.bias": torch.randn(32),
+        "2.weight": torch.randn(16, 32) / 4,
+    }
     out = fq.quantize_params(params, fq.layout(key))
     return fq.prepack(out, backend="aten") if storage == "prepacked" else out
 
@@ -102,8 +120,14 @@ def transforms(key: str, storage: str) -> dict[str, tuple[Transform, tuple[Any, 
             lambda f: T.vmap(T.grad(lambda s, x: loss(f(with_scale(p, s), x))), (None, 0)),
             (scale, xs),
         )
-        out["jvp scale"] = (lambda f: lambda s, t: T.jvp(lambda s: f(with_scale(p, s), x), (s,), (t,)), (scale, scale))
-        out["hessian scale"] = (lambda f: T.hessian(lambda s: loss(f(with_scale(p, s), x))), (scale[:1].clone(),))
+        out["jvp scale"] = (
+            lambda f: lambda s, t: T.jvp(lambda s: f(with_scale(p, s), x), (s,), (t,)),
+            (scale, scale),
+        )
+        out["hessian scale"] = (
+            lambda f: T.hessian(lambda s: loss(f(with_scale(p, s), x))),
+            (scale[:1].clone(),),
+        )
         if scale.shape[0] != 1:
             del out["hessian scale"]
     if storage == "canonical" and p["0.weight"].layout.zero_point == "float":
@@ -156,7 +180,9 @@ def run(key: str, backend: str, storage: str, compile_with: str | None, only: li
         if compile_with is not None:
             torch._dynamo.reset()
             f = torch.compile(f, backend=compile_with, fullgraph=True)
-        if backend == "aten" and name == "vmap params along 1":  # nothing is copied in the call, so aten refuses
+        if (
+            backend == "aten" and name == "vmap params along 1"
+        ):  # nothing is copied in the call, so aten refuses
             with fq.use_backend("aten"), pytest.raises(fq.BackendError, match="not contiguous"):
                 transform(lambda p, x: fq.functional_call(net, p, x))(*args)
             check(f(*args), want)
@@ -173,7 +199,11 @@ def test_eager(key, backend, storage):
     run(key, backend, storage, None, TRANSFORMS)
 
 
-QUICK = {("int8", "aten", "canonical"), ("int4:g32", "aten", "prepacked"), ("mxfp4", "reference", "canonical")}
+QUICK = {
+    ("int8", "aten", "canonical"),
+    ("int4:g32", "aten", "prepacked"),
+    ("mxfp4", "reference", "canonical"),
+}
 
 
 @pytest.mark.parametrize(

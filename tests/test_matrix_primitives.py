@@ -1,4 +1,4 @@
-"""Every primitive beside linear, by value: plain, vmap, grad, vmap of grad, jacrev and jvp, eager and compiled."""
+"""Every primitive, by value: plain, vmap, grad, vmap of grad, jacrev and jvp, eager and compiled."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def check(got: Any, want: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
 
 
-def compose(f: Callable[..., Any], oracle: Callable[..., Any], q: fq.QTensor, x: torch.Tensor, mode: str | None) -> None:
+def compose(
+    f: Callable[..., Any], oracle: Callable[..., Any], q: fq.QTensor, x: torch.Tensor, mode: str | None
+) -> None:
     """Compare f(q, x) with oracle(q, x) under every transform of x, of q and of q's float scale."""
     stacked = pytree.tree_map(lambda *t: torch.stack(t), q, q, q)
     xs = torch.stack([x, x + 1, x]) if x.is_floating_point() else torch.stack([x, x.flip(0), x])
@@ -68,13 +70,19 @@ def compose(f: Callable[..., Any], oracle: Callable[..., Any], q: fq.QTensor, x:
     if s is not None:
         cases += [
             ("grad scale", lambda g: T.grad(lambda s: g(scaled(q, s), x).pow(3).sum()), (s,)),
-            ("vmap grad scale", lambda g: T.vmap(T.grad(lambda s: g(scaled(q, s), x).pow(3).sum())), (stack3(s),)),
+            (
+                "vmap grad scale",
+                lambda g: T.vmap(T.grad(lambda s: g(scaled(q, s), x).pow(3).sum())),
+                (stack3(s),),
+            ),
             ("jacrev scale", lambda g: T.jacrev(lambda s: g(scaled(q, s), x)), (s,)),
             ("jvp scale", lambda g: lambda s, v: T.jvp(lambda s: g(scaled(q, s), x), (s,), (v,)), (s, s)),
         ]
     if isinstance(q.zero_point, torch.Tensor):
         z = q.zero_point
-        cases.append(("grad zero", lambda g: T.grad(lambda z: g(replace(q, zero_point=z), x).pow(3).sum()), (z,)))
+        cases.append(
+            ("grad zero", lambda g: T.grad(lambda z: g(replace(q, zero_point=z), x).pow(3).sum()), (z,))
+        )
     for name, transform, args in cases:
         h = transform(f)
         if mode is not None:
@@ -91,10 +99,18 @@ def stack3(t: torch.Tensor) -> torch.Tensor:
 
 
 PRODUCTS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[fq.QTensor], torch.Tensor]]] = {
-    "linear": (lambda q, x: fq.linear(x, q), lambda q, x: x @ dense(q).mT, lambda q: torch.randn(3, q.shape[1])),
+    "linear": (
+        lambda q, x: fq.linear(x, q),
+        lambda q, x: x @ dense(q).mT,
+        lambda q: torch.randn(3, q.shape[1]),
+    ),
     "x @ q": (lambda q, x: fq.matmul(x, q), lambda q, x: x @ dense(q), lambda q: torch.randn(3, q.shape[0])),
     "q @ x": (lambda q, x: fq.matmul(q, x), lambda q, x: dense(q) @ x, lambda q: torch.randn(q.shape[1], 3)),
-    "q @ vector": (lambda q, x: fq.matmul(q, x), lambda q, x: dense(q) @ x, lambda q: torch.randn(q.shape[1])),
+    "q @ vector": (
+        lambda q, x: fq.matmul(q, x),
+        lambda q, x: dense(q) @ x,
+        lambda q: torch.randn(q.shape[1]),
+    ),
 }
 EAGER = [(key, None) for key in LAYOUTS]
 CASES = [*EAGER, *(pytest.param(key, "aot_eager", marks=pytest.mark.slow) for key in COMPILED)]
@@ -114,7 +130,9 @@ def test_batched_matmul(key, mode):
     q = make(key, 2, 8, 24)
     compose(lambda q, x: fq.matmul(x, q), lambda q, x: x @ dense(q), q, torch.randn(2, 3, q.shape[1]), mode)
     if mode is None:
-        compose(lambda q, x: fq.matmul(q, x), lambda q, x: dense(q) @ x, q, torch.randn(5, 1, q.shape[2], 3), mode)
+        compose(
+            lambda q, x: fq.matmul(q, x), lambda q, x: dense(q) @ x, q, torch.randn(5, 1, q.shape[2], 3), mode
+        )
 
 
 @pytest.mark.parametrize(("key", "mode"), QUICK)
@@ -158,7 +176,9 @@ def test_codes(name, backend, fresh_compile):
         assert torch.equal(torch.compile(T.vmap(f), fullgraph=True, backend=backend)(x), want)
 
 
-@pytest.mark.parametrize("key", [*LAYOUTS, "int8:tensor", "int4:g8:scale=(uint6:g2:sym:scale=float16):zp=(int6:g2:sym)"])
+@pytest.mark.parametrize(
+    "key", [*LAYOUTS, "int8:tensor", "int4:g8:scale=(uint6:g2:sym:scale=float16):zp=(int6:g2:sym)"]
+)
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_quantize_is_bit_identical(key, backend, fresh_compile):
     layout, x = fq.layout(key), torch.randn(3, 6, 40)

@@ -2,7 +2,8 @@
 
 CPU: `_weight_int4pack_mm_for_cpu` (storage "aten_cpu"), `_weight_int8pack_mm`, `_int_mm`. PyTorch leaves
 them without derivative and without batching rule; ours get the former from `autograd`, the latter here:
-a mapped activation becomes rows, a mapped weight a leading dimension.
+a mapped activation becomes rows, a mapped weight a leading dimension. In float32, and for int8 × int8 before
+VNNI, they are scalar loops: beyond a few rows a float32 GEMM over the same integers is many times faster.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fq.qtensor import QTensor
 
 _lib = torch.library.Library("fq", "FRAGMENT")
 _HALF = (torch.bfloat16, torch.float16)
+_FEW = 4  # rows up to which PyTorch's scalar loops beat decoding the weight for a GEMM
 
 
 def _operator(schema: str, shape: Callable[..., Any], weights: int) -> Callable[[Callable[..., Tensor]], Any]:
@@ -44,7 +46,9 @@ def _operator(schema: str, shape: Callable[..., Any], weights: int) -> Callable[
             if first.ndim == 2:
                 return kernel(*args)
             lead = first.shape[:-2]
-            flat = [a.reshape(prod(lead), *a.shape[len(lead) :]) if isinstance(a, Tensor) else a for a in args]
+            flat = [
+                a.reshape(prod(lead), *a.shape[len(lead) :]) if isinstance(a, Tensor) else a for a in args
+            ]
             size, dtype = shape(*args)
             out = first.new_empty((prod(lead), *size[len(lead) :]), dtype=dtype)
             for i in range(prod(lead)):
@@ -55,16 +59,18 @@ def _operator(schema: str, shape: Callable[..., Any], weights: int) -> Callable[
         _lib.impl(name, torch.library.fallthrough_kernel, "Autograd")
         qualified = f"fq::{name}"
 
-        @torch.library.register_fake(qualified, lib=_lib)
         def fake(*args: Any) -> Tensor:
             size, dtype = shape(*args)
             return args[0].new_empty(size, dtype=dtype)
 
-        @torch.library.register_vmap(qualified, lib=_lib)
+        torch.library.register_fake(qualified, fake, lib=_lib)
+
         def batched(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
             op = getattr(torch.ops.fq, name)
             front = [a.movedim(d, 0) if d is not None else a for a, d in zip(args, dims, strict=True)]
-            if weights and all(d is None for d in dims[1 : 1 + weights]) and args[0].ndim == 3:  # more rows, one call
+            if (
+                weights and all(d is None for d in dims[1 : 1 + weights]) and args[0].ndim == 3
+            ):  # more rows, one call
                 x = front[0]
                 y = op(x.reshape(x.shape[0] * x.shape[1], x.shape[2]), *front[1:])
                 return y.reshape(x.shape[0], x.shape[1], y.shape[-1]), 0
@@ -74,6 +80,7 @@ def _operator(schema: str, shape: Callable[..., Any], weights: int) -> Callable[
             ]
             return op(*full), 0
 
+        torch.library.register_vmap(qualified, batched, lib=_lib)
         return getattr(torch.ops.fq, name)
 
     return register
@@ -90,14 +97,10 @@ def _operator(schema: str, shape: Callable[..., Any], weights: int) -> Callable[
 def _int4_mm(x: Tensor, data: Tensor, scale: Tensor, group: int) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty((0, data.shape[0]))
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(
-        x.contiguous(), data, group, scale
-    )
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), data, group, scale)
 
 
-@_operator(
-    "aten_int4_pack(Tensor data) -> Tensor", lambda data: (tuple(data.shape), torch.uint8), weights=0
-)
+@_operator("aten_int4_pack(Tensor data) -> Tensor", lambda data: (tuple(data.shape), torch.uint8), weights=0)
 def _int4_pack(data: Tensor) -> Tensor:
     codes = unpack(data, 4, 2 * data.shape[-1]).to(torch.int32) ^ 8  # two's complement to offset binary
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
@@ -138,13 +141,23 @@ def _int4_accepts(q: QTensor) -> str | None:
     return None
 
 
+def _int4_unwanted(q: QTensor) -> str | None:
+    if q.layout.scale == torch.float32:
+        return "PyTorch multiplies float32 by int4 in a scalar loop; quantize with scale=torch.bfloat16"
+    return None
+
+
 def _int4_prepack(q: QTensor) -> QTensor:
     """Data reordered for the kernel; scale and zero point merged: (*lead, K/g, N, 2)."""
     zero = torch.zeros_like(q.scale) if q.zero_point is None else q.zero_point
     merged = torch.stack((q.scale, zero), -1).transpose(-3, -2)
     data = torch.ops.fq.aten_int4_pack(q.data)
     return replace(
-        q, data=data, scale=merged.contiguous(), zero_point=None, layout=changed(q.layout.key, storage="aten_cpu")
+        q,
+        data=data,
+        scale=merged.contiguous(),
+        zero_point=None,
+        layout=changed(q.layout.key, storage="aten_cpu"),
     )
 
 
@@ -160,7 +173,7 @@ def _int4_canonical(q: QTensor) -> QTensor:
     )
 
 
-register_storage("aten_cpu", Hook(_int4_accepts, _int4_prepack, _int4_canonical, "aten"))
+register_storage("aten_cpu", Hook(_int4_accepts, _int4_prepack, _int4_canonical, "aten", _int4_unwanted))
 
 
 # --- int8 ---
@@ -174,6 +187,8 @@ register_storage("aten_cpu", Hook(_int4_accepts, _int4_prepack, _int4_canonical,
 def _int8_mm(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     if 0 in x.shape or 0 in data.shape:
         return x.new_zeros((x.shape[0], data.shape[0]))
+    if x.dtype == torch.float32 and x.shape[0] > _FEW:
+        return (x @ data.to(torch.float32).mT) * scale.mT
     return torch.ops.aten._weight_int8pack_mm(x.contiguous(), data, scale.reshape(-1))
 
 
@@ -183,7 +198,14 @@ def _int8_mm(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     weights=1,
 )
 def _int_mm(x: Tensor, data: Tensor) -> Tensor:
-    return torch._int_mm(x.contiguous(), data.mT)
+    if x.shape[0] <= _FEW or torch.cpu._is_vnni_supported():
+        return torch._int_mm(x.contiguous(), data.mT)
+    total = torch.zeros((x.shape[0], data.shape[0]), dtype=torch.int32)
+    for a, b in zip(
+        x.split(1024, 1), data.split(1024, 1), strict=True
+    ):  # 1024 products of 2^14: exact in float32
+        total += (a.to(torch.float32) @ b.to(torch.float32).mT).to(torch.int32)
+    return total
 
 
 # --- linear ---
@@ -207,7 +229,8 @@ def _supports(x: Tensor, q: QTensor) -> str | None:
     if layout.storage != CANONICAL:
         return f"storage {layout.storage!r} is not aten's"
     if layout.element == Int(4) and _int4_accepts(q) is None:
-        return "int4 runs from its own byte order; call fq.prepack(q) once, ahead"
+        wanted = "" if _int4_unwanted(q) is None else ', backend="aten"'
+        return f"int4 runs from its own byte order; call fq.prepack(q{wanted}) once, ahead"
     if not _plain_int8(layout):
         return f"{layout.key} is neither int8 by row nor prepacked int4"
     act = layout.act

@@ -1,4 +1,4 @@
-"""The reference: plain torch ops, obviously right, on every device; what all other backends are compared with."""
+"""The reference: plain torch ops, obviously right, on every device; the others are compared with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fq.numerics import (
     quantize_activation,
     quantize_matrix,
 )
-from fq.qtensor import QTensor, canonical_leaf
+from fq.qtensor import QTensor
+from fq.spec import canonical_leaf
 
 
 @implements("quantize", backend="reference")
@@ -88,7 +89,9 @@ def _exact_integers(a: QTensor, q: QTensor) -> bool:
 def _integer_matmul(a: QTensor, q: QTensor) -> Tensor:
     # float64 holds every int32 sum, and unlike integer matmul it runs on every device and under vmap
     total = decode_matrix(a).to(torch.float64) @ decode_matrix(q).to(torch.float64).mT
-    return total.to(torch.float32) * load_scale(a.scale, a.layout.scale) * load_scale(q.scale, q.layout.scale).mT
+    return (
+        total.to(torch.float32) * load_scale(a.scale, a.layout.scale) * load_scale(q.scale, q.layout.scale).mT
+    )
 
 
 @implements("cast_fp4x2", backend="reference")

@@ -34,7 +34,7 @@ def int8(
 
     Example:
         >>> import fq, torch
-        >>> fq.quantize(torch.tensor([[-1.0, 0.5]]), fq.int8()).data
+        >>> fq.quantize(torch.tensor([[-127.5, 64.0]]), fq.int8()).data
         tensor([[-128,   64]], dtype=torch.int8)
     """
     return Layout(Int(8), block, scale, axis=axis, act=act, rule=rule)
@@ -102,4 +102,6 @@ def nvfp4(rule: str = "absmax", *, scale: Scale = None, act: Layout | None = Non
         >>> q.scale.data.dtype, fq.dequantize(q)[0, 0].item()
         (torch.float8_e4m3fn, 3.0)
     """
-    return Layout(E2M1, (1, 16), Layout(E4M3, (-1, -1)) if scale is None else scale, axis=axis, act=act, rule=rule)
+    return Layout(
+        E2M1, (1, 16), Layout(E4M3, (-1, -1)) if scale is None else scale, axis=axis, act=act, rule=rule
+    )

@@ -1,4 +1,4 @@
-"""Blocks of a matrix: the one notion of granularity. `-1` is a whole dimension, the last block may be smaller."""
+"""Blocks of a matrix, the one notion of granularity: -1 is a whole dimension, the last may be smaller."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def _reduce_axis(x: Tensor, dim: int, block: int, op: Callable[..., Tensor]) -> 
     whole = size // block
     parts = []
     if whole:
-        parts.append(op(x.narrow(dim, 0, whole * block).unflatten(dim, (whole, block)), dim if dim == -1 else -2))
+        parts.append(
+            op(x.narrow(dim, 0, whole * block).unflatten(dim, (whole, block)), dim if dim == -1 else -2)
+        )
     if size % block:
         parts.append(op(x.narrow(dim, whole * block, size % block), dim, keepdim=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

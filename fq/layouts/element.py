@@ -227,7 +227,9 @@ class Float:
         codes = codes.to(torch.int32) & ((1 << self.bits) - 1)
         magnitude = codes & ((1 << (self.exponent + self.mantissa)) - 1)
         exponent = magnitude >> self.mantissa
-        significand = (magnitude & ((1 << self.mantissa) - 1)) + ((exponent > 0).to(torch.int32) << self.mantissa)
+        significand = (magnitude & ((1 << self.mantissa) - 1)) + (
+            (exponent > 0).to(torch.int32) << self.mantissa
+        )
         step = power_of_two(torch.clamp(exponent, min=1) - (self._bias + self.mantissa))
         value = significand.to(torch.float32) * step
         if self.signed:
@@ -339,7 +341,9 @@ def element(name: str) -> Element:
         return NF4
     if match := re.fullmatch(r"lut\(([-+.\deE,]*)\)", name):
         return Codebook(tuple(float(v) for v in match[1].split(",") if v))
-    raise ValueError(f"element: unknown name {name!r}; known are int1..8, uint1..8, eXmY, ueXmY, nf4, lut(...)")
+    raise ValueError(
+        f"element: unknown name {name!r}; known are int1..8, uint1..8, eXmY, ueXmY, nf4, lut(...)"
+    )
 
 
 def _check_bits(kind: str, bits: int) -> None:

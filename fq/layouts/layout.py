@@ -56,8 +56,14 @@ class Layout:
         _set(self, "block", check_block(self.block))
         if not isinstance(self.scale, Layout):
             _set(self, "scale", scales.dtype_of(self.scale))
-        if not (self.zero_point is None or self.zero_point in ("int", "float") or isinstance(self.zero_point, Layout)):
-            raise ValueError(f"Layout: zero_point must be None, 'int', 'float' or a Layout, got {self.zero_point!r}")
+        if not (
+            self.zero_point is None
+            or self.zero_point in ("int", "float")
+            or isinstance(self.zero_point, Layout)
+        ):
+            raise ValueError(
+                f"Layout: zero_point must be None, 'int', 'float' or a Layout, got {self.zero_point!r}"
+            )
         if self.axis not in (-1, -2):
             raise ValueError(f"Layout: axis must be -1 or -2, got {self.axis!r}")
         if self.storage not in STORAGES:
@@ -136,7 +142,9 @@ class Layout:
         """
         known = {"element", "block", "scale", "zero_point", "axis", "storage", "act", "rule"}
         if not isinstance(value, dict) or not {"element", "block"} <= set(value) <= known:
-            raise ValueError(f"Layout.from_json: expected an object with fields {sorted(known)}, got {value!r}")
+            raise ValueError(
+                f"Layout.from_json: expected an object with fields {sorted(known)}, got {value!r}"
+            )
         parts = {k: Layout.from_json(v) if isinstance(v, dict) else v for k, v in value.items()}
         return Layout(**{**parts, "element": element(value["element"])})
 

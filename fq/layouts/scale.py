@@ -7,6 +7,7 @@ nested scale can fold its own divisor into the same single division. An MX rule 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,14 +52,16 @@ def dtype_of(name: str | torch.dtype) -> ScaleDtype:
     return _NAMES[name]
 
 
-def stored_dtype(dtype: ScaleDtype) -> torch.dtype:
+def stored_dtype(dtype: Any) -> torch.dtype:
     """Return the dtype of the tensor that holds scales of `dtype`."""
     return torch.uint8 if isinstance(dtype, str) else dtype
 
 
 def floor_to(scale: Tensor, smallest: float, largest: float) -> Tensor:
     """Keep the magnitude of `scale` in [smallest, largest], sign and NaN as they are."""
-    scale = torch.where(scale.abs() < smallest, torch.copysign(torch.full_like(scale, smallest), scale), scale)
+    scale = torch.where(
+        scale.abs() < smallest, torch.copysign(torch.full_like(scale, smallest), scale), scale
+    )
     return torch.clamp(scale, -largest, largest)
 
 

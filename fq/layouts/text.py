@@ -52,8 +52,8 @@ def _options(layout: Any, name: str) -> list[str]:
         else:
             out.append(f"block{rows}x{cols}")
     if layout.zero_point != zero_point:
-        nested = {None: "sym", "float": "asym", "int": "int-zp"}
-        out.append(nested[layout.zero_point] if layout.zero_point in nested else f"zp=({layout.zero_point.key})")
+        plain = {None: "sym", "float": "asym", "int": "int-zp"}
+        out.append(plain.get(layout.zero_point) or f"zp=({layout.zero_point.key})")
     nested_scale = getattr(layout.scale, "key", None)
     if nested_scale is not None and nested_scale != scale:
         out.append(f"scale=({nested_scale})")
@@ -115,10 +115,9 @@ def parse(text: str, make: Any) -> Any:
         elif option in STORAGES:
             storage = option
         else:
-            raise ValueError(
-                f"layout: unknown option {option!r} in {text!r}; options are g32, row, token, tensor, block128x128, "
-                f"sym, asym, int-zp, axis-2, scale=DTYPE, {', '.join(scales.RULES)}, {', '.join(STORAGES)}"
-            )
+            known = ("g32", "row", "token", "tensor", "block128x128", *_ZEROS, "axis-2", "scale=DTYPE")
+            names = ", ".join((*known, *scales.RULES, *STORAGES))
+            raise ValueError(f"layout: unknown option {option!r} in {text!r}; known are {names}")
     if isinstance(scale, str) and scale != scales.E8M0:
         scale = parse(scale, make)
     act = parse(acts[0], make) if acts else None

@@ -1,0 +1,9 @@
+"""`python -m fq`."""
+
+from __future__ import annotations
+
+import sys
+
+from fq.cli import main
+
+sys.exit(main())
