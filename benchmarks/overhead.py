@@ -1,0 +1,125 @@
+"""What fq itself costs around a kernel, around a module call, and in the guards of a compiled call.
+
+    python benchmarks/overhead.py
+
+Times are processor time of this thread; each number is the median over interleaved rounds of a difference
+within a round, so that other work on the machine disturbs both sides alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fq
+from fq.backends import registry
+
+ROUNDS = 41
+DEPTH = 224
+
+
+def rounds(repeats: int, *calls: Callable[[], Any]) -> list[list[float]]:
+    """Return, per interleaved round, the µs per call of each function, called `repeats` times."""
+    found = []
+    for _ in range(ROUNDS + 1):
+        took = []
+        for call in calls:
+            start = time.thread_time_ns()
+            for _ in range(repeats):
+                call()
+            took.append((time.thread_time_ns() - start) / repeats / 1e3)
+        found.append(took)
+    return found[1:]
+
+
+def around_a_kernel(key: str) -> float:
+    """Time fq.linear beyond the kernel that it calls; small operands show it best."""
+    x, bias = torch.randn(1, 32), torch.randn(16)
+    q = fq.quantize(torch.randn(16, 32), fq.layout(key))
+    kernel = registry.resolve("linear", "auto", x, q).function
+    took = rounds(100, lambda: fq.linear(x, q, bias), lambda: kernel(x, q, bias))
+    return statistics.median(call - raw for call, raw in took)
+
+
+def stack(depth: int, size: int) -> tuple[nn.Module, dict[str, Any], dict[str, Any], torch.Tensor]:
+    """Return a module of `depth` linears, its parameters, the same with int8 weights, and an input."""
+    net = nn.Sequential(*(nn.Linear(size, size) for _ in range(depth))).requires_grad_(False)
+    params = dict(net.named_parameters())
+    return net, params, fq.quantize_params(params, fq.int8()), torch.randn(1, size)
+
+
+def around_a_module(depth: int, size: int, repeats: int) -> float:
+    """Time functional_call beyond fq.linear and what torch.func's adds to F.linear, per linear."""
+    net, params, qparams, x = stack(depth, size)
+
+    def run(linear: Callable[..., Any], tensors: dict[str, Any]) -> Callable[[], Any]:
+        pairs = [(tensors[f"{i}.weight"], tensors[f"{i}.bias"]) for i in range(depth)]
+
+        def call() -> Any:
+            y = x
+            for weight, bias in pairs:
+                y = linear(y, weight, bias)
+            return y
+
+        return call
+
+    took = rounds(
+        repeats,
+        lambda: fq.functional_call(net, qparams, (x,)),
+        run(fq.linear, qparams),
+        lambda: torch.func.functional_call(net, params, (x,)),
+        run(F.linear, params),
+    )
+    return statistics.median((a - b) - (c - d) for a, b, c, d in took) / depth
+
+
+def nothing(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """Compile to a function that returns what it returned the first time."""
+    kept: list[Any] = []
+
+    def run(*args: Any) -> Any:
+        if not kept:
+            kept.append(graph(*args))
+        return kept[0]
+
+    return run
+
+
+def guards() -> tuple[float, float]:
+    """Time compiled calls whose graph does nothing: with quantized weights, and with float ones."""
+    net, params, qparams, x = stack(DEPTH, 32)
+
+    def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(lambda p, x: call(net, p, (x,)), backend=nothing, fullgraph=True)
+
+    ours, dense = compiled(fq.functional_call), compiled(torch.func.functional_call)
+    took = rounds(10, lambda: ours(qparams, x), lambda: dense(params, x))
+    return statistics.median(t[0] for t in took), statistics.median(t[1] for t in took)
+
+
+def main() -> None:
+    """Print a table of what was measured, the goal and the verdict."""
+    torch.set_num_threads(1)
+    quantized, dense = guards()
+    rows = [
+        ("fq.linear around the reference kernel", around_a_kernel("mxfp4"), 10),
+        ("fq.linear around aten's int8 kernel", around_a_kernel("int8"), 10),
+        ("functional_call of one int8 linear", around_a_module(1, 256, 50), 15),
+        (f"functional_call of {DEPTH}, per linear", around_a_module(DEPTH, 32, 1), 20),
+        (f"a compiled call of {DEPTH}, its guards", quantized, 1000),
+        ("  the same, float parameters", dense, None),
+    ]
+    print(f"{'':40}{'µs':>8}{'goal':>8}")
+    for name, value, goal in rows:
+        verdict = "" if goal is None else f"{goal:8}  {'met' if value <= goal else 'missed'}"
+        print(f"{name:40}{value:8.1f}{verdict}")
+
+
+if __name__ == "__main__":
+    main()
