@@ -161,6 +161,14 @@ class QTensor:
         except Exception as error:  # a repr inside an error report must not raise another
             return f"QTensor(<{type(error).__name__}: {str(error)[:80]}>)"
 
+    def _repr_html_(self) -> str:
+        from fq.report import qtensor_html  # the one import that points up, made when a notebook asks
+
+        try:
+            return qtensor_html(self)
+        except Exception as error:  # a picture inside an error report must not raise another
+            return f"<code>{type(error).__name__} in {type(self).__name__}</code>"
+
     # --- structure ---
 
     def __getitem__(self, index: Any) -> QTensor:

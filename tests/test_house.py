@@ -258,9 +258,9 @@ import json, sys, time
 {prelude}
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import fq
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps({{"seconds": seconds, "new": sorted(set(sys.modules) - before)}}))
 """
 
