@@ -254,7 +254,7 @@ class FakeQuantize(torch.autograd.Function):
         out = torch.zeros_like(x) if xt is None else torch.where(clipped, 0.0, xt)
         shape = (x.shape[-2], x.shape[-1])
         if st is not None and _learns(layout):
-            out = out + slope * factor * block.expand(st.to(torch.float32), shape, layout.block)
+            out = out + slope * block.expand(st.to(torch.float32) * factor, shape, layout.block)
         if zt is not None and layout.zero_point == "float":
             out = out + torch.where(clipped, block.expand(zt.to(torch.float32), shape, layout.block), 0.0)
         return out.to(x.dtype)
@@ -282,29 +282,23 @@ def _fake_parts(ctx: Any) -> tuple[Any, ...]:
     shape = (x.shape[-2], x.shape[-1])
     spread = block.expand(numerics.load_scale(q.scale, q.layout.scale), shape, layout.block)
     centred = numerics._centred(q, shape)
-    offset = 0.0
+    low: Any = element.min
+    high: Any = element.max
     if layout.zero_point is not None:
         zeros = block.expand(numerics.load_zero(q.zero_point, q.layout), shape, layout.block)
-        offset = zeros / spread if layout.zero_point != "int" else 0.0
-        low, high = (
-            (element.min - zeros, element.max - zeros)
-            if layout.zero_point == "int"
-            else (element.min, element.max)
-        )
-    else:
-        low, high = element.min, element.max
-    value = x32 / spread - offset
+        if layout.zero_point == "int":
+            low, high = low - zeros, high - zeros
+        else:
+            x32 = x32 - zeros
+    value = x32 / spread
     half = 0.5
     if isinstance(element, Float):
         half = 2.0 ** (element.max_exponent - element.mantissa - 1)
     slack = 1 + 2.0**-20  # amax/(amax/7.5) may be an ulp above 7.5
     clipped = (value > (high + half) * slack) | (value < (low - half) * slack)
     slope = torch.where(clipped, centred, centred - value)
-    rows, cols = layout.block
-    count = (shape[0] if rows == -1 else min(rows, shape[0])) * (
-        shape[1] if cols == -1 else min(cols, shape[1])
-    )
-    factor = 1.0 / (max(count, 1) * element.max) ** 0.5
+    count = block.reduce(x32.new_ones(()).expand(shape), layout.block, torch.sum)
+    factor = torch.rsqrt(torch.clamp(count, min=1.0) * element.max)
     return x, scale, zero, slope, factor, clipped, layout
 
 

@@ -138,7 +138,8 @@ def _grid(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -
     ok = value.ndim <= len(shape) and all(
         a in (1, b) for a, b in zip(reversed(value.shape), reversed(shape), strict=False)
     )
-    whole = value.shape[-2:] == shape[-2:] if name in ("scale", "zero_point") else True
+    grid = shape[-2:]
+    whole = grid in (tuple(value.shape[-2:]), (1, *value.shape)) if name in ("scale", "zero_point") else True
     if not (ok and whole):
         raise ValueError(f"quantize: {name} must be a block grid of shape {shape}, got {tuple(value.shape)}")
     return value.expand(shape)
@@ -237,13 +238,25 @@ def fake_quantize(
         raise ValueError("fake_quantize: expected at least one dimension, got a 0-dimensional tensor")
     matrix = _stored_matrix(x, layout.axis, 1)
     shape = (*matrix.shape[:-2], *block.grid((matrix.shape[-2], matrix.shape[-1]), layout.block))
-    for name, value in (("scale", scale), ("zero_point", zero_point)):
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(
-                f"fake_quantize: {name} must be a block grid of shape {shape}, got {tuple(value.shape)}"
-            )
-    if (scale is not None) != (zero_point is not None) and layout.zero_point is not None:
-        raise ValueError("fake_quantize: scale= and zero_point= go together for a layout with a zero point")
+    if (zero_point is not None) != (scale is not None and layout.zero_point is not None):
+        raise ValueError("fake_quantize: zero_point= goes with scale= and a layout that has a zero point")
+    vector = x.ndim == 1
+    scale, zero_point = (
+        _learned("scale", scale, shape, vector),
+        _learned("zero_point", zero_point, shape, vector),
+    )
     y = autograd.call_fake_quantize(matrix, scale, zero_point, layout.key)
     y = y.mT if layout.axis == -2 else y
-    return y.squeeze(0) if x.ndim == 1 else y
+    return y.squeeze(0) if vector else y
+
+
+def _learned(name: str, value: Tensor | None, shape: tuple[int, ...], vector: bool) -> Tensor | None:
+    """Return a grid of exactly `shape`: what has a gradient is not broadcast."""
+    if value is None:
+        return None
+    value = value.unsqueeze(0) if vector and value.ndim == 1 else value
+    if tuple(value.shape) != shape:
+        raise ValueError(
+            f"fake_quantize: {name} must be a block grid of shape {shape}, got {tuple(value.shape)}"
+        )
+    return value

@@ -52,7 +52,8 @@ def test_mapped_and_compiled_bits_equal_eager_ones(name, fresh_compile):
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         for m, eager in zip(x[1:3], each[1:3], strict=True):
             same(compiled(m), eager)
-        same(torch.compile(mapped, fullgraph=True, backend="aot_eager")(x), want)
+        if name in ("int8", "int4", "mxfp4_even", "nvfp4"):  # one of each kind
+            same(torch.compile(mapped, fullgraph=True, backend="aot_eager")(x), want)
 
 
 SLOW = ("int8:g32", "int8:block20x1", *(layout.key for layout in PRESETS.values() if layout.key != "mxfp4"))
@@ -144,7 +145,7 @@ def test_signal_to_noise_is_the_published_one(key):
         (
             lambda x: fq.quantize(fq.quantize(x, fq.int8()), fq.int8()),
             TypeError,
-            "got a QTensor .int8.*requantize",
+            "got a QTensor.*requantize",
         ),
         (
             lambda x: fq.quantize(x[0, 0], fq.int8()),
