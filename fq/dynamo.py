@@ -51,12 +51,17 @@ def allow_in_graph(function: F) -> F:
     return function
 
 
-def cached_constant(function: F) -> F:
-    """Cache `function`, and let Dynamo call it on constants while it traces and keep the result.
+def constant(function: F) -> F:
+    """Let Dynamo call `function` on constants while it traces, and keep the result.
 
-    It sets the one attribute that torch.compiler.assume_constant_result sets after importing Dynamo; the
-    cache is inside, where Dynamo does not look.
+    It sets the one attribute that torch.compiler.assume_constant_result sets after importing Dynamo.
     """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def cached_constant(function: F) -> F:
+    """Make `function` a `constant` that is cached, inside, where Dynamo does not look."""
     cached = functools.lru_cache(maxsize=None, typed=True)(function)
 
     @functools.wraps(function)
@@ -66,5 +71,4 @@ def cached_constant(function: F) -> F:
         except TypeError:  # an unhashable argument, or the function's own complaint
             return function(*args, **kwargs)
 
-    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return call  # type: ignore[return-value]
+    return constant(call)  # type: ignore[return-value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fq.dynamo import cached_constant
+from fq.dynamo import constant
 from fq.layouts.element import E2M1, E4M3, Int
 from fq.layouts.layout import Layout as Layout
 from fq.layouts.layout import check_size
@@ -14,7 +14,7 @@ from fq.layouts.scale import E8M0
 Scale = Any  # a torch.dtype, "e8m0", or a Layout
 
 
-@cached_constant
+@constant
 def int8(
     block: tuple[int, int] = (1, -1),
     *,
@@ -40,7 +40,7 @@ def int8(
     return Layout(Int(8), block, scale, axis=axis, act=act, rule=rule)
 
 
-@cached_constant
+@constant
 def int4(
     group_size: int = 128,
     *,
@@ -68,7 +68,7 @@ def int4(
     return Layout(Int(4), block, scale, None if symmetric else "float", axis, act=act)
 
 
-@cached_constant
+@constant
 def mxfp4(rule: str = "even", *, scale: Scale = E8M0, act: Layout | None = None, axis: int = -1) -> Layout:
     """Describe OCP MXFP4: e2m1 elements, blocks of 32, e8m0 scales.
 
@@ -86,7 +86,7 @@ def mxfp4(rule: str = "even", *, scale: Scale = E8M0, act: Layout | None = None,
     return Layout(E2M1, (1, 32), scale, axis=axis, act=act, rule=rule)
 
 
-@cached_constant
+@constant
 def nvfp4(rule: str = "absmax", *, scale: Scale = None, act: Layout | None = None, axis: int = -1) -> Layout:
     """Describe NVFP4: e2m1 elements, blocks of 16, e4m3 scales under one float32 scale per matrix.
 
