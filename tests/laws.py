@@ -28,6 +28,7 @@ FORMATS = (
     Q4_K,
     "int3:g8",
     "uint5:g8",
+    "fp8:g8",
 )
 # What a refusal must say: the alignment that is needed, or that the packed dimension stays.
 REASONS = (

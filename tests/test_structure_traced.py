@@ -94,6 +94,17 @@ def test_vmap_maps_any_leading_dimension():
     same(twice, fq.dequantize(q).mT[:, :, 8:])
 
 
+@pytest.mark.parametrize("text", ["int8", "int8:tensor", "int4:g8", "nvfp4", "fp8:g8", Q4_K])
+def test_vmap_maps_the_index(text):
+    q, stacked = quantized(text, 6, 16), quantized(text, 3, 6, 16)
+    dense, parts = fq.dequantize(q), fq.dequantize(stacked)
+    ids = torch.tensor([[1, 0], [-1, 2], [5, 5]])
+    for i in (ids, ids[:, 1]):
+        same(torch.vmap(lambda i: fq.dequantize(q[i]))(i), dense[i])
+        want = torch.stack([part[one] for part, one in zip(parts, i, strict=True)])
+        same(torch.vmap(lambda q, i: fq.dequantize(q[i]))(stacked, i), want)
+
+
 @pytest.mark.parametrize(
     "f",
     [
