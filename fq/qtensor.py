@@ -275,8 +275,8 @@ class QTensor:
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep float8 children as bytes: plain pickle cannot load torch's float8 (2.13)."""
-        small = {n: t for n, t in vars(self).items() if _is_float8(t)}
-        return {**vars(self), **{n: (t.view(torch.uint8), t.dtype) for n, t in small.items()}}
+        state = {n: v for n, v in vars(self).items() if n[0] != "_"}  # not what was remembered with it
+        return {n: (v.view(torch.uint8), v.dtype) if _is_float8(v) else v for n, v in state.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -331,15 +331,15 @@ def _load(text: str) -> _Context:
 
 
 # For users, in the namespace that all others fall back to; fq itself uses torch's pytree only.
-optree.register_pytree_node(
+_register_optree: Any = optree.register_pytree_node  # its stubs take containers only
+_register_optree(
     QTensor,
     lambda q: (*_flatten(q), _flatten(q)[1][3]),
     lambda context, children: _unflatten(children, context),
     path_entry_type=optree.GetAttrEntry,
     namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
 )
-_register: Any = pytree.register_pytree_node  # its stubs take containers only
-_register(
+pytree.register_pytree_node(
     QTensor,
     _flatten,
     _unflatten,
