@@ -67,12 +67,14 @@ def without_act(q: QTensor) -> QTensor:
     return replace(q, layout=changed(q.layout.key, act=None), input_scale=None)
 
 
+def product(adjoint: bool) -> str:
+    """Return the primitive that contracts q's packed axis, or (adjoint) its rows."""
+    return "linear_adjoint" if adjoint else "linear"
+
+
 def run_matmul(x: Tensor, bias: Tensor | None, q: QTensor, backend: str, adjoint: bool) -> Tensor:
     """Run the kernel: x (*lead, M, K) against q's packed axis, or x (*lead, M, R) against its rows."""
-    if not adjoint:
-        return resolve("linear", backend, x, q).function(x, q, bias)
-    kernel = resolve("linear_adjoint", backend, x, q)
-    return kernel.function(x, q)
+    return resolve(product(adjoint), backend, x, q).function(x, q, bias)
 
 
 def run_plain(x: Tensor, bias: Tensor | None, q: QTensor, backend: str, adjoint: bool) -> Tensor:
@@ -83,8 +85,7 @@ def run_plain(x: Tensor, bias: Tensor | None, q: QTensor, backend: str, adjoint:
 
 def _backward_backend(x: Tensor, q: QTensor, backend: str, adjoint: bool) -> tuple[str, QTensor]:
     """Return the backend of a derivative: the same if it has the kernel, else the reference on canonical."""
-    name = "linear_adjoint" if adjoint else "linear"
-    for kernel in kernels(name):
+    for kernel in kernels(product(adjoint)):
         if (
             kernel.backend != "reference"
             and backend in ("auto", kernel.backend)

@@ -29,11 +29,13 @@ def check_qtensor(what: str, q: Any) -> None:
     """Raise unless q is a QTensor whose children fit its layout.
 
     Traced code sees only the type; the opaque calls check the rest, on fake tensors, without guards.
+    A QTensor found to fit is not checked again: its children keep their dtypes and sizes.
     """
     if not isinstance(q, QTensor):
         raise TypeError(f"{what}: expected a QTensor, got {type(q).__name__}; quantize it first")
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and "_fits" not in q.__dict__:
         check_children(what, q)
+        q.__dict__["_fits"] = True
 
 
 def check_children(what: str, q: QTensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fq import autograd
-from fq.backends.registry import requested
+from fq.backends.registry import kernel_of, requested
 from fq.checks import check_float, check_qtensor
 from fq.layouts import Layout
 from fq.layouts import layout as parse
@@ -45,15 +45,14 @@ def linear(x: Tensor, q: QTensor, bias: Tensor | None = None, *, backend: str = 
     check_qtensor("linear", q)
     if q.ndim != 2:
         raise ValueError(f"linear: expected a weight of shape (N, K), got {tuple(q.shape)}; use fq.matmul")
+    adjoint = q.layout.axis == -2
     if bias is not None:
-        _check_bias(bias, q)
-    return _contract("linear", x, q, bias, q.layout.axis == -2, requested(backend))
-
-
-def _check_bias(bias: Any, q: QTensor) -> None:
-    check_float("linear", "bias", bias)
-    if bias.ndim > 1 or bias.numel() not in (1, q.shape[0]):
-        raise ValueError(f"linear: bias must have shape ({q.shape[0]},), got {tuple(bias.shape)}")
+        check_float("linear", "bias", bias)
+        size = q.inner[0] if adjoint else q.data.shape[-2]
+        if bias.ndim > 1 or bias.numel() not in (1, size):
+            raise ValueError(f"linear: bias must have shape ({size},), got {tuple(bias.shape)}")
+        bias = bias if bias.shape == (size,) else bias.expand(size)
+    return _contract("linear", x, q, bias, adjoint, requested(backend))
 
 
 def matmul(a: Any, b: Any, *, backend: str = "auto") -> Tensor:
@@ -103,24 +102,29 @@ def _contract(what: str, x: Tensor, q: QTensor, bias: Tensor | None, adjoint: bo
     """Contract x's last dimension with q's packed axis, or (adjoint) with its rows, over batch dimensions."""
     if len(q.inner) != 1:
         raise ValueError(f"{what}: the packed axis stands for dimensions {q.inner}; a matmul needs one")
-    columns, rows = q.inner[0], q.data.shape[-2]
-    size, out = (rows, columns) if adjoint else (columns, rows)
+    size, out = (q.data.shape[-2], q.inner[0]) if adjoint else (q.inner[0], q.data.shape[-2])
     if x.ndim == 0 or x.shape[-1] != size:
         got = x.shape[-1] if x.ndim else "no dimension"
         raise ValueError(
             f"{what}: x has K={got}, q was quantized with K={size} ({q.layout.key}, shape {tuple(q.shape)})"
         )
-    if (q.perm is not None or q.pre_scale is not None) and not adjoint:
+    adjusted = q.perm is not None or q.pre_scale is not None
+    if x.ndim == q.data.ndim == 2 and not adjusted:
+        return _call(x, q, bias, adjoint, backend)
+    if adjusted and not adjoint:
         x = _match_columns(x, q)
-    plain = q if q.perm is None and q.pre_scale is None else replace(q, perm=None, pre_scale=None)
+    plain = replace(q, perm=None, pre_scale=None) if adjusted else q
+    late = adjusted and adjoint  # the kernel's columns, and so the bias, are not yet in place
     if q.data.ndim == 2:
-        y = _call(x.reshape(prod(x.shape[:-1]), size), plain, bias, adjoint, backend)
+        rows = x.reshape(prod(x.shape[:-1]), size)
+        y = _call(rows, plain, None if late else bias, adjoint, backend)
         y = y.reshape(*x.shape[:-1], out)
     else:
         y = _batched(what, x, plain, adjoint, backend)
-    if adjoint and plain is not q:
+    if late:
         y = _unpermute(y, q.perm)
-        y = y if q.pre_scale is None else (y / q.pre_scale.to(torch.float32)).to(x.dtype)
+        y = y if q.pre_scale is None else y / q.pre_scale.to(torch.float32)
+        y = (y if bias is None else y.to(torch.float32) + bias.to(torch.float32)).to(x.dtype)
     return y
 
 
@@ -168,18 +172,20 @@ def _squeeze_lead(q: QTensor, lead: list[int]) -> QTensor:
 
 def _call(x: Tensor, q: QTensor, bias: Tensor | None, adjoint: bool, backend: str) -> Tensor:
     if not torch.compiler.is_compiling() and _is_plain(x, bias, q):
-        return autograd.run_matmul(x, bias, q, backend, adjoint)
+        return kernel_of(q, autograd.product(adjoint), backend, x)(x, q, bias)
     tensors, spec = to_leaves(q)
     return autograd.call_matmul(x, bias, spec, backend, adjoint, *tensors)
 
 
 def _is_plain(x: Tensor, bias: Tensor | None, q: QTensor) -> bool:
     """Whether nothing is differentiated, transformed or autocast, so that the kernel alone will do."""
-    if autograd.is_transformed() or torch.is_autocast_enabled(x.device.type):
+    if autograd.is_transformed() or torch._C._is_any_autocast_enabled():
         return False
     if not torch.is_grad_enabled():
         return True
-    return not any(t is not None and t.requires_grad for t in (x, bias, q.scale, q.zero_point))
+    wanted = x.requires_grad or q.scale.requires_grad
+    wanted = wanted or (bias is not None and bias.requires_grad)
+    return not (wanted or (q.zero_point is not None and q.zero_point.requires_grad))
 
 
 def embedding(ids: Tensor, q: QTensor, *, backend: str = "auto") -> Tensor:

@@ -19,11 +19,12 @@ from fq.qtensor import QTensor, cat, register_rule, stack
 
 def _cast(x: Any) -> Any:
     """Cast a float operand as autocast would; float64 stays, as for torch's own matmuls."""
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+    if not torch._C._is_any_autocast_enabled() or not isinstance(x, Tensor):
         return x
-    if not x.is_floating_point() or x.dtype == torch.float64:
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _rule(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

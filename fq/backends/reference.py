@@ -69,12 +69,13 @@ def linear(x: Tensor, q: QTensor, bias: Tensor | None = None) -> Tensor:
 
 
 @implements("linear_adjoint", backend="reference")
-def linear_adjoint(x: Tensor, q: QTensor) -> Tensor:
+def linear_adjoint(x: Tensor, q: QTensor, bias: Tensor | None = None) -> Tensor:
     """Contract the rows: x (*lead, M, R), q (*lead, R, C) -> (*lead, M, C)."""
     q, x32 = canonical_leaf(q), x.to(torch.float32)
     if q.layout.act is not None:
         x32 = dequantize_matrix(quantize_activation(x32, q))
-    return (x32 @ dequantize_matrix(q)).to(x.dtype)
+    y = x32 @ dequantize_matrix(q)
+    return (y if bias is None else y + bias.to(torch.float32)).to(x.dtype)
 
 
 def _exact_integers(a: QTensor, q: QTensor) -> bool:

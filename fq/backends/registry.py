@@ -94,6 +94,21 @@ def resolve(primitive: str, backend: str, *args: Any) -> Kernel:
     raise BackendError(f"{primitive}: backend {backend!r} cannot run this call: {why}{can}")
 
 
+def kernel_of(q: Any, primitive: str, backend: str, x: Any) -> Callable[..., Any]:
+    """Return the function of `resolve(primitive, backend, x, q)`, remembered with q.
+
+    By contract `supports` reads of x its dtype and device only, and what it reads of q never changes.
+    """
+    memo = q.__dict__.get("_kernels")
+    if memo is None:
+        memo = q.__dict__["_kernels"] = {}
+    key = (primitive, backend, x.dtype, x.device, len(_KERNELS.get(primitive, ())))
+    function = memo.get(key)
+    if function is None:
+        function = memo[key] = resolve(primitive, backend, x, q).function
+    return function
+
+
 def check_name(backend: str) -> None:
     """Raise unless `backend` is "auto" or the name of a backend."""
     if backend != "auto" and backend not in BACKENDS:
