@@ -53,11 +53,14 @@ def register_rule(function: Any, leaf_type: type) -> Callable[[Callable[..., Any
 def apply_rule(leaf_type: type, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Call the rule for (function, leaf type), or raise UnsupportedOp; nothing is densified."""
     rules = _RULES.get(function)
-    if rules is None and hasattr(function, "_schema"):  # an operator, known by its qualified name
+    if rules is None and isinstance(function, torch._ops.OpOverloadPacket):
+        rules = _RULES.get(function._qualified_op_name)
+    elif rules is None and isinstance(function, torch._ops.OpOverload):
         rules = _RULES.get(function._schema.name)
     rule = rules.get(leaf_type) if rules is not None else None
     if rule is None:
-        name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
+        operator = isinstance(function, torch._ops.OpOverloadPacket | torch._ops.OpOverload)
+        name = str(function) if operator else getattr(function, "__name__", repr(function))
         raise UnsupportedOp(
             f"{name}: no rule for a {leaf_type.__name__}; register one with fq.register_rule, "
             "or call fq.dequantize on the leaf first"
