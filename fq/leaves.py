@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from fq.layouts import Layout
 from fq.primitives import fake_quantize
-from fq.qtensor import QTensor, apply_rule, register_rule
+from fq.qtensor import QTensor, apply_rule
+from fq.rules import rule_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,21 +85,13 @@ def _imitate(x: Tensor, act: Layout) -> Tensor:
     return fake_quantize(x.reshape(-1, x.shape[-1]), act).reshape(x.shape)
 
 
-def _rule(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            register_rule(function, FakeQuantized)(rule)
-        return rule
-
-    return register
-
-
-@_rule(F.linear)
+@rule_for(FakeQuantized, F.linear)
 def _linear(input: Tensor, weight: FakeQuantized, bias: Tensor | None = None) -> Tensor:
     return F.linear(_imitate(input, weight.act), weight.weight, bias)
 
 
-@_rule(
+@rule_for(
+    FakeQuantized,
     torch.matmul,
     Tensor.matmul,
     Tensor.__matmul__,
@@ -115,6 +107,6 @@ def _matmul(a: Any, b: Any) -> Tensor:
     return torch.matmul(a.weight, _imitate(b.mT, a.act).mT)
 
 
-@_rule(torch.addmm, Tensor.addmm)
+@rule_for(FakeQuantized, torch.addmm, Tensor.addmm)
 def _addmm(input: Tensor, a: Tensor, b: FakeQuantized, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return torch.addmm(input, _imitate(a, b.act), b.weight, beta=beta, alpha=alpha)

@@ -27,10 +27,12 @@ def _cast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def _rule(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def rule_for(leaf_type: type, *functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register one rule for several torch functions."""
+
     def register(rule: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            register_rule(function, QTensor)(rule)
+            register_rule(function, leaf_type)(rule)
         return rule
 
     return register
@@ -44,14 +46,14 @@ def _weight(q: Any, what: str, position: str) -> QTensor:
     return q
 
 
-@_rule(F.linear)
+@rule_for(QTensor, F.linear)
 def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor:
     if isinstance(input, QTensor) or isinstance(bias, QTensor):
         raise UnsupportedOp("linear: only the weight can be quantized; fq.dequantize the input or bias first")
     return products.linear(_cast(input), weight, _cast(bias))
 
 
-@_rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
+@rule_for(QTensor, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
 def _matmul(a: Any, b: Any) -> Tensor:
     return products.matmul(_cast(a), _cast(b))
 
@@ -69,11 +71,11 @@ def _ranked(name: str, rank: int) -> Callable[[Any, Any], Tensor]:
     return rule
 
 
-_rule(torch.mm, Tensor.mm)(_ranked("mm", 2))
-_rule(torch.bmm, Tensor.bmm)(_ranked("bmm", 3))
+rule_for(QTensor, torch.mm, Tensor.mm)(_ranked("mm", 2))
+rule_for(QTensor, torch.bmm, Tensor.bmm)(_ranked("bmm", 3))
 
 
-@_rule(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
+@rule_for(QTensor, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
 def _addmm(input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if isinstance(input, QTensor):
         raise UnsupportedOp("addmm: the added matrix is quantized; fq.dequantize it first")
@@ -91,7 +93,7 @@ def _addmm(input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> 
     return beta * input + (product if alpha == 1 else alpha * product)
 
 
-@_rule(F.embedding)
+@rule_for(QTensor, F.embedding)
 def _embedding(
     input: Tensor,
     weight: Any,
@@ -111,12 +113,12 @@ def _embedding(
 # --- structure ---
 
 
-@_rule(torch.cat, torch.concat, torch.concatenate)
+@rule_for(QTensor, torch.cat, torch.concat, torch.concatenate)
 def _cat(tensors: Any, dim: int = 0) -> QTensor:
     return cat(tensors, dim)
 
 
-@_rule(torch.stack)
+@rule_for(QTensor, torch.stack)
 def _stack(tensors: Any, dim: int = 0) -> QTensor:
     return stack(tensors, dim)
 
@@ -143,19 +145,19 @@ for _name, _functions in {
     "clone": (torch.clone,),
     "detach": (torch.detach,),
 }.items():
-    _rule(*_functions)(_method(_name))
+    rule_for(QTensor, *_functions)(_method(_name))
 
 
-@_rule(torch.t)
+@rule_for(QTensor, torch.t)
 def _t(q: QTensor) -> QTensor:
     return q.T
 
 
-@_rule(torch.is_floating_point)
+@rule_for(QTensor, torch.is_floating_point)
 def _is_floating_point(q: QTensor) -> bool:
     return True
 
 
-@_rule(torch.numel)
+@rule_for(QTensor, torch.numel)
 def _numel(q: QTensor) -> int:
     return q.numel()
