@@ -47,17 +47,17 @@ def quantize_matrix(
         if layout.zero_point == "float" and layout.scale == torch.float32:
             origin = low  # MSLK subtracts the minimum itself, not z - 8s
     else:
-        low = None
+        low = high = None
         kept = _keep(scale.to(torch.float32), layout.scale, 1.0, outer_scale)
     wide = load_scale(kept, layout.scale)
     zero = None
     if layout.zero_point is not None:
         if zero_point is None:
-            if low is None:
+            if low is None or high is None:
                 raise ValueError(
                     "quantize: a layout with a zero point needs zero_point= where scale= is given"
                 )
-            zero_point = _choose_zero(low, statistic, wide, layout)
+            zero_point = _choose_zero(low, high, statistic, wide, layout)
         zero = _keep_zero(zero_point, layout)
     spread = block.expand(wide, shape, layout.block)
     if layout.zero_point is None:
@@ -111,13 +111,18 @@ def _keep(statistic: Tensor, kind: Any, divisor: float, outer_scale: Tensor | No
     return scales.store(statistic if divisor == 1.0 else statistic / divisor, kind)
 
 
-def _choose_zero(low: Tensor, statistic: Tensor | None, scale: Tensor, layout: Layout) -> Tensor:
+def _choose_zero(
+    low: Tensor, high: Tensor, statistic: Tensor | None, scale: Tensor, layout: Layout
+) -> Tensor:
     element = layout.element
     assert statistic is not None
     if layout.zero_point == "int":
         zero = torch.clamp(torch.round(element.min - low / scale), element.min, element.max)
         return torch.where(torch.isnan(statistic), 0.0, zero)
-    return torch.where(torch.isnan(statistic), torch.nan, low - element.min * scale)
+    zero = low - element.min * scale
+    if isinstance(layout.zero_point, Layout):  # once quantized it would not cancel a block of zeros
+        zero = torch.where((low == 0) & (high == 0), 0.0, zero)
+    return torch.where(torch.isnan(statistic), torch.nan, zero)
 
 
 def _keep_zero(zero: Tensor, layout: Layout) -> Any:
@@ -127,7 +132,7 @@ def _keep_zero(zero: Tensor, layout: Layout) -> Any:
         return zero.to(torch.int8 if isinstance(layout.element, Int) else torch.uint8)
     dtype = zero_dtype(layout)
     largest = torch.finfo(dtype).max
-    return torch.clamp(zero.to(torch.float32), -largest, largest).to(dtype)
+    return scales.narrow(torch.clamp(zero.to(torch.float32), -largest, largest), dtype)
 
 
 def zero_dtype(layout: Layout) -> torch.dtype:

@@ -39,6 +39,7 @@ LAYOUTS_OF_A1 = (
     fq.int4(32, scale=torch.bfloat16),
     fq.int8(block=(1, 32), scale="e8m0"),
     fq.nvfp4(scale="e4m3"),
+    fq.layout("int4:g32:zp=(int8:g2)"),
 )
 
 

@@ -297,3 +297,85 @@ def test_noise_leaves_what_is_on_the_grid(name, u):
     w = fq.dequantize(fq.quantize(x, layout, scale=scale))
     again = fq.quantize(w, layout, scale=scale, noise=torch.full_like(w, u))
     assert torch.equal(fq.dequantize(again), w)
+
+
+# --- how scales are kept ---
+
+
+def kept(scale: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """float32 numbers rounded to a half dtype."""
+    return torch.from_numpy(scale).to(torch.float32).to(dtype).double().numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "int4_sym", "int4"])
+def test_codes_are_for_the_scale_as_stored(name, dtype):
+    layout = fq.layout(f"{PRESETS[name].key}:scale={str(dtype).removeprefix('torch.')}")
+    x = torch.randn(16, 80) * torch.exp2(torch.randint(-6, 6, (16, 1)).float())
+    q, ideal = fq.quantize(x, layout), expected(name, x)
+    scale = kept(ideal.scale, dtype)
+    np.testing.assert_array_equal(q.scale.double().numpy(), scale)
+    spread = np.repeat(scale, 80 if name == "int8" else 32, 1)[:, :80]
+    values, low = x.double().numpy(), 0.0
+    if name == "int4":
+        zero = kept(oracle.f32(x_min(x) + oracle.f32(8 * scale)), dtype)
+        np.testing.assert_array_equal(q.zero_point.double().numpy(), zero)
+        low = np.repeat(oracle.f32(zero - oracle.f32(8 * scale)), 32, 1)[:, :80]
+    ratio = oracle.f32(oracle.f32(values - low) / spread)
+    bits = layout.element.bits
+    shifted = np.clip(np.rint(ratio), 0, 15) - 8 if name == "int4" else ratio
+    assert formats.codes(q).tolist() == oracle.int_encode(shifted, bits).tolist()
+
+
+def x_min(x: torch.Tensor) -> np.ndarray:
+    return np.array([[row[i : i + 32].min() for i in range(0, 80, 32)] for row in x.double().numpy()])
+
+
+def test_one_level_nvfp4_is_two_levels_with_an_outer_scale_of_one():
+    x = torch.randn(6, 80) * torch.exp2(torch.randint(-12, 12, (6, 1)).float())
+    q, want = fq.quantize(x, fq.nvfp4(scale="e4m3")), oracle.nvfp4(x.double().numpy(), outer=1.0)
+    assert q.scale.dtype == torch.float8_e4m3fn
+    assert q.scale.view(torch.uint8).tolist() == want.scale.tolist()
+    assert formats.codes(q).tolist() == want.codes.tolist()
+    np.testing.assert_array_equal(fq.dequantize(q).double().numpy(), want.values)
+
+
+@pytest.mark.parametrize(
+    ("scale", "smallest", "largest"),
+    [
+        ("float32", 2.0**-126, None),
+        ("bfloat16", 2.0**-126, None),
+        ("float16", 2.0**-24, 65504.0),
+        ("e4m3", 2.0**-9, 448.0),
+        ("e8m0", 2.0**-127, None),
+    ],
+)
+def test_scales_that_underflow_or_overflow_their_dtype_saturate(scale, smallest, largest):
+    layout = fq.int8(scale=scale)
+    for tiny in (0.0, 1e-45, 1e-40):
+        q = fq.quantize(torch.full((1, 4), tiny), layout)
+        value = oracle.e8m0_decode(q.scale.item()) if scale == "e8m0" else q.scale.float().item()
+        assert value == smallest
+    for huge in (torch.full((1, 4), 3e38), torch.full((1, 4), -oracle.LARGEST)):
+        q = fq.quantize(huge, layout)
+        assert torch.isfinite(fq.dequantize(q)).all()
+        if largest is not None:
+            assert q.scale.float().item() == largest
+            assert (q.data == (127 if huge[0, 0] > 0 else -128)).all()
+    infinite = fq.quantize(torch.ones(1, 4), layout, scale=torch.inf)  # a given scale saturates too
+    assert torch.isfinite(fq.dequantize(infinite)).all()
+
+
+@ALL
+def test_requantizing_gives_the_same_values(name):
+    """Exactly, where the rule keeps the extreme element; up to a rounding of float32 for int4's offset."""
+    y = fq.dequantize(fq.quantize(torch.randn(256, 128) * 3, PRESETS[name]))
+    q = fq.quantize(y, PRESETS[name])
+    again = fq.dequantize(q)
+    if name in ("int8", "int4_sym"):  # absmax puts the extreme between two codes
+        step = q.scale.repeat_interleave(128 // q.scale.shape[1], 1)
+        assert ((again - y).abs() <= step * 1.001).all()
+    elif name == "int4":
+        torch.testing.assert_close(again, y, rtol=0, atol=1e-5)
+    else:
+        assert torch.equal(again, y)

@@ -32,6 +32,8 @@ _FLOORS: dict[ScaleDtype, float] = {
     torch.float8_e4m3fn: 2.0**-9,
 }
 
+_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # mantissa bits that float32 has more
+
 
 def dtype_name(dtype: ScaleDtype) -> str:
     """Return the name under which a scale dtype stands in a layout's text."""
@@ -68,9 +70,25 @@ def floor_to(scale: Tensor, smallest: float, largest: float) -> Tensor:
 def store(scale: Tensor, dtype: ScaleDtype) -> Tensor:
     """Round float32 scales to the dtype they are kept in; underflow is floored, overflow saturates."""
     if isinstance(dtype, str):
-        return _ceil_byte(scale)
-    scale = floor_to(scale, _FLOORS[dtype], torch.finfo(dtype).max)
-    return torch.where(torch.isnan(scale), torch.nan, scale).to(dtype)
+        largest = torch.finfo(torch.float32).max
+        return _ceil_byte(torch.clamp(scale, -largest, largest))
+    return narrow(floor_to(scale, _FLOORS[dtype], torch.finfo(dtype).max), dtype)
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round float32 numbers within the range of `dtype` to it.
+
+    To half precision by their bits: Inductor skips a cast that is followed by one back to float32, and
+    codes are computed against what is stored.
+    """
+    if dtype in _DROPPED:
+        bits, dropped = x.view(torch.int32), _DROPPED[dtype]
+        half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
+        rounded = ((bits + half) & -(1 << dropped)).view(torch.float32)
+        if dtype == torch.float16:  # its subnormal numbers are evenly spaced
+            rounded = torch.where(x.abs() < 2.0**-14, torch.round(x * 2.0**24) * 2.0**-24, rounded)
+        x = torch.where(torch.isnan(x), torch.nan, rounded)
+    return x.to(dtype)
 
 
 def load(scale: Tensor, dtype: ScaleDtype) -> Tensor:
