@@ -33,8 +33,8 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="quantize a real sentence-embedding model and show what it costs and saves",
-        description="Quantize all-MiniLM-L6-v2 in every format, its module untouched, and compare with float32 "
-        "by size, embeddings and time per batch. Then compile the same forward, and vmap it over fine-tunes. "
+        description="Quantize all-MiniLM-L6-v2 in every format, its module untouched, and compare with "
+        "float32: size, embeddings, time per batch. Then compile the same forward, vmap it over fine-tunes. "
         "Takes a minute or two; nothing is downloaded.",
     )
     demo.add_argument(

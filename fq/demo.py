@@ -116,7 +116,7 @@ def layouts() -> dict[str, fq.Layout]:
             continue
         signature = inspect.signature(preset)
         optional = all(p.default is not p.empty for p in signature.parameters.values())
-        if optional and signature.return_annotation in ("Layout", fq.Layout):
+        if optional and signature.return_annotation in (fq.Layout, "Layout", "fq.Layout"):
             layout = preset()
             if layout not in found.values():
                 found[layout.key] = layout
@@ -353,7 +353,7 @@ def run(chosen: dict[str, fq.Layout] | None = None) -> int:
         f"{count:.1f} million parameters; {len(SENTENCES)} sentences in {len(data)} batches of {BATCH};",
         end=" ",
     )
-    print(f"{torch.get_num_threads()} threads.", flush=True)
+    print(f"threads: {torch.get_num_threads()}.", flush=True)
     with torch.no_grad():
         rows, notes = work(model, params, data, chosen, console)
     show(console, [rows[0], *sorted(rows[1:], key=lambda row: -row.bits)])
