@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from fq.leaves import LEAF_TYPES
 
 _ATTACHED = "_fq_attached"
-_ABSENT: Any = object()
 _CONFLICT: Any = object()
+_REFUSED = (nn.DataParallel, torch.jit.ScriptModule)  # by torch.func.functional_call
 _TURNS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
-Place = tuple[nn.Module, str, Any]  # owner, attribute, value
+# name, owner, attribute, value, what stands there now, and in which of the owner's dicts
+Place = tuple[str, nn.Module, str, Any, Any, str]
 
 
 def is_leaf(value: Any) -> bool:
@@ -55,15 +56,16 @@ def _find(owners: dict[str, Any], name: str) -> tuple[Any, str]:
     return owners[path], name[cut:]
 
 
-def _standing(owner: Any, attribute: str) -> Any:
-    """Return what stands at an attribute: a leaf, a parameter, a buffer, a plain tensor, or _ABSENT."""
+def _standing(owner: Any, attribute: str) -> tuple[Any, str]:
+    """Return what stands at an attribute, and in which of the owner's dicts: "" where it is no tensor."""
     if owner is None:
-        return _ABSENT
-    for registry in (owner._parameters, owner._buffers):
-        if attribute in registry:
-            return registry[attribute]
+        return None, ""
+    if attribute in owner._parameters:
+        return owner._parameters[attribute], "_parameters"
+    if attribute in owner._buffers:
+        return owner._buffers[attribute], "_buffers"
     here = owner.__dict__.get(attribute)
-    return here if isinstance(here, (*LEAF_TYPES, Tensor)) else _ABSENT
+    return (here, "__dict__") if isinstance(here, (*LEAF_TYPES, Tensor)) else (None, "")
 
 
 def _identity(value: Any) -> Any:
@@ -74,46 +76,71 @@ def _identity(value: Any) -> Any:
 def _placed(
     modules: list[tuple[str, nn.Module]],
     values: Mapping[str, Any],
-    names: Mapping[str, Any],
     tie: bool,
     what: str,
-) -> list[Place]:
-    """Return where each value goes, before anything is touched; with `tie` also at aliases not in `names`."""
+    lenient: bool = False,
+) -> tuple[list[Place], bool]:
+    """Return where each value goes, with `tie` at aliases not given too, before anything is touched.
+
+    `lenient` passes over floats that torch.func.functional_call has a word to say about, and the second
+    result tells whether there were any; otherwise they are errors, or stand where they were given.
+    """
     owners: dict[str, Any] = dict(modules)
     places: dict[tuple[int, str], Place] = {}
     given: dict[Any, Any] = {}  # what stands there now -> the value that replaces it
-    shadowing = False
+    passed = shadowing = False
     for name, value in values.items():
         owner, attribute = _find(owners, name)
-        here = _standing(owner, attribute)
-        if here is _ABSENT or (is_leaf(value) and attribute in owner._buffers):
+        (here, home), leaf = _standing(owner, attribute), is_leaf(value)
+        known = home != "" and not (leaf and home == "_buffers")
+        if lenient and not leaf and not (known and isinstance(value, Tensor)):
+            passed = True
+            continue
+        if not known:
             raise KeyError(f"{what}: {name!r} is no parameter of {type(modules[0][1]).__name__}")
-        slot = (id(owner), attribute)
-        if slot in places and places[slot][2] is not value:
+        slot, key = (id(owner), attribute), _identity(here)
+        other = places[slot][3] if slot in places else value
+        tied = given.get(key, value)
+        if lenient and not (leaf or is_leaf(other) or is_leaf(tied)) and not (value is other is tied):
+            passed = True
+            continue
+        if other is not value:
             raise ValueError(
                 f"{what}: {name!r} and another name are one parameter; they got different values"
             )
-        places[slot] = (owner, attribute, value)
-        if here is not None:
-            key = _identity(here)
-            given[key] = _CONFLICT if key in given and given[key] is not value else value
-        shadowing = shadowing or attribute in owner.__dict__
-    if not tie:
-        return list(places.values())
-    for path, owner in modules:
-        here_all = [*owner._parameters.items()]
-        if shadowing:
-            here_all += [(a, v) for a, v in owner.__dict__.items() if is_leaf(v)]
-        for attribute, here in here_all:
-            key = _identity(here)
-            if key not in given or (id(owner), attribute) in places or path + attribute in names:
+        places[slot] = (name, owner, attribute, value, here, home)
+        if tied is _CONFLICT or (tied is not value and leaf == is_leaf(tied)):
+            given[key] = _CONFLICT
+        elif here is not None and (leaf or not is_leaf(tied)):  # further aliases take a leaf before a float
+            given[key] = value
+        shadowing = shadowing or home == "__dict__"
+    if tie:
+        for name, owner, attribute, here, home in _aliases(modules, given, shadowing):
+            if name in values or (id(owner), attribute) in places:
                 continue
-            if given[key] is _CONFLICT:
-                raise ValueError(
-                    f"{what}: {path + attribute!r} is tied to names of different values; give it too"
-                )
-            places[id(owner), attribute] = (owner, attribute, given[key])
-    return list(places.values())
+            value = given[_identity(here)]
+            if value is _CONFLICT:
+                raise ValueError(f"{what}: {name!r} is tied to names of different values; give it too")
+            places[id(owner), attribute] = (name, owner, attribute, value, here, home)
+    return list(places.values()), passed
+
+
+def _aliases(
+    modules: list[tuple[str, nn.Module]], given: Mapping[Any, Any], shadowing: bool
+) -> list[tuple[str, nn.Module, str, Any, str]]:
+    """Return (name, owner, attribute, what, where) of all places in which one of `given` stands."""
+    found: list[tuple[str, nn.Module, str, Any, str]] = []
+    for path, owner in modules:
+        for a, here in owner._parameters.items():
+            if _identity(here) in given:
+                found.append((path + a, owner, a, here, "_parameters"))
+        for a, here in owner._buffers.items():
+            if here in given:
+                found.append((path + a, owner, a, here, "_buffers"))
+        if shadowing:
+            leaves = [(a, v) for a, v in owner.__dict__.items() if is_leaf(v) and v in given]
+            found += [(path + a, owner, a, here, "__dict__") for a, here in leaves]
+    return found
 
 
 # --- putting and restoring ---
@@ -122,25 +149,25 @@ def _placed(
 def _save(places: list[Place]) -> list[Any]:
     """Return what `_restore` needs: per owner its parameters in order, and what stands at each attribute."""
     saved: dict[int, Any] = {}
-    for owner, attribute, _ in places:
+    for _, owner, attribute, _, here, home in places:
         if id(owner) not in saved:
             saved[id(owner)] = (owner, dict(owner._parameters), {})
-        saved[id(owner)][2][attribute] = _standing(owner, attribute)
+        saved[id(owner)][2][attribute] = (here, home)
     return list(saved.values())
 
 
 def _put(places: list[Place]) -> None:
-    for owner, attribute, value in places:
+    for _, owner, attribute, value, here, home in places:
         if is_leaf(value):
             owner._parameters.pop(attribute, None)
             owner.__dict__[attribute] = value
-        elif attribute in owner._buffers:
-            owner._buffers[attribute] = value
-        elif isinstance(owner.__dict__.get(attribute), Tensor):
+        elif is_leaf(here):
+            del owner.__dict__[attribute]
+            owner._parameters[attribute] = value
+        elif home == "__dict__":
             owner.__dict__[attribute] = value
         else:
-            owner.__dict__.pop(attribute, None)
-            owner._parameters[attribute] = value
+            (owner._buffers if home == "_buffers" else owner._parameters)[attribute] = value
 
 
 def _restore(saved: list[Any]) -> None:
@@ -149,11 +176,11 @@ def _restore(saved: list[Any]) -> None:
         parameters.update({a: p for a, p in owner._parameters.items() if a not in attributes})
         owner._parameters.clear()
         owner._parameters.update(parameters)
-        for attribute, here in attributes.items():
+        for attribute, (here, home) in attributes.items():
             owner.__dict__.pop(attribute, None)
-            if attribute in owner._buffers:
+            if home == "_buffers":
                 owner._buffers[attribute] = here
-            elif attribute not in parameters:
+            elif home == "__dict__":
                 owner.__dict__[attribute] = here
 
 
@@ -180,7 +207,7 @@ def bind(module: nn.Module, params: Mapping[str, Any]) -> Iterator[nn.Module]:
         >>> list(net.state_dict())
         ['weight', 'bias']
     """
-    places = _placed(_modules(module), params, params, True, "bind")
+    places, _ = _placed(_modules(module), params, True, "bind")
     saved = _save(places)
     try:
         _put(places)
@@ -208,7 +235,7 @@ def attach(module: nn.Module, params: Mapping[str, Any]) -> nn.Module:
         raise ValueError(
             f"attach: {type(module).__name__} has parameters attached already; call fq.detach first"
         )
-    places = _placed(_modules(module), params, params, True, "attach")
+    places, _ = _placed(_modules(module), params, True, "attach")
     module.__dict__[_ATTACHED] = _save(places)
     _put(places)
     return module
@@ -270,19 +297,23 @@ def functional_call(
     """
     with _turn(module):
         merged, modules = _merged(params), _modules(module)
-        owners: dict[str, Any] = dict(modules)
-        held = {name: v for name, v in merged.items() if is_leaf(v) or _is_bound(owners, name)}
-        floats = {name: v for name, v in merged.items() if not is_leaf(v)} if merged else params
-        places = _placed(modules, held, merged, tie_weights, "functional_call")
-        saved, shared = _save(places), _shared(modules)
+        places, passed = _placed(modules, merged, tie_weights, "functional_call", lenient=True)
+        leaves = [p for p in places if is_leaf(p[3]) or is_leaf(p[4])]
+        by_torch = not leaves or passed or strict or isinstance(module, _REFUSED)
+        places, shared = (leaves, _shared(modules)) if by_torch else (places, [])
+        floats = {n: v for n, v in merged.items() if not is_leaf(v)} if merged else params
+        saved = _save(places)
         try:
             _put(places)
-            return torch.func.functional_call(
-                module, floats, args, kwargs, tie_weights=tie_weights, strict=strict
-            )
+            if by_torch:  # its results without leaves, and its errors with them
+                return torch.func.functional_call(
+                    module, floats, args, kwargs, tie_weights=tie_weights, strict=strict
+                )
+            args = () if args is None else args if isinstance(args, tuple) else (args,)
+            return module(*args, **(kwargs or {}))
         finally:
             if merged:
-                _repair(shared, merged, floats)
+                _write_back(merged, floats if by_torch else _assigned(places), shared)
             _restore(saved)
 
 
@@ -296,12 +327,6 @@ def _merged(params: Any) -> dict[str, Any]:
     return merged if len(merged) == sum(len(d) for d in params) else {}
 
 
-def _is_bound(owners: dict[str, Any], name: str) -> bool:
-    """Whether a leaf stands at a name."""
-    owner, attribute = _find(owners, name)
-    return owner is not None and is_leaf(owner.__dict__.get(attribute))
-
-
 def _shared(modules: list[tuple[str, nn.Module]]) -> list[Any]:
     """Return (registry, its content) of modules that several paths reach."""
     seen: set[int] = set()
@@ -313,11 +338,16 @@ def _shared(modules: list[tuple[str, nn.Module]]) -> list[Any]:
     return found
 
 
-def _repair(shared: list[Any], given: dict[str, Any], after: Mapping[str, Any]) -> None:
-    """Write back what the forward assigned to given names, as torch does, and undo what torch spoils.
+def _assigned(places: list[Place]) -> dict[str, Any]:
+    """Return what stands where a float was put, after a forward that may have assigned to it."""
+    return {name: _standing(owner, a)[0] for name, owner, a, value, _, _ in places if not is_leaf(value)}
 
-    It swaps a module of several paths once per path, and then leaves the given value in the module and
-    the module's own in the dict (pytorch#164759).
+
+def _write_back(given: dict[str, Any], after: Mapping[str, Any], shared: list[Any]) -> None:
+    """Put what a forward assigned to given names into the dict, as torch.func.functional_call does.
+
+    And undo what that spoils: it swaps a module of several paths once per path, and then leaves the given
+    value in the module and the module's own in the dict (pytorch#164759).
     """
     own = [value for _, before in shared for value in before.values()]
     for registry, before in shared:
@@ -325,7 +355,7 @@ def _repair(shared: list[Any], given: dict[str, Any], after: Mapping[str, Any]) 
             if any(registry.get(name) is v for v in given.values()):
                 registry[name] = value
     for name, value in after.items():
-        if value is not given[name] and not any(value is v for v in own):
+        if name in given and value is not given[name] and not any(value is v for v in own):
             given[name] = value
 
 
