@@ -108,7 +108,8 @@ def main() -> None:
     torch.set_num_threads(1)
     quantized, dense = guards()
     rows = [
-        XX("fq.linear around aten's int8 kernel", around_a_kernel("aten"), 10),
+        ("fq.linear around the reference kernel", around_a_kernel("reference"), 10),
+        ("fq.linear around aten's int8 kernel", around_a_kernel("aten"), 10),
         ("functional_call of one int8 linear", around_a_module(1, 256, 50), 15),
         (f"functional_call of {DEPTH}, per linear", around_a_module(DEPTH, 32, 1), 20),
         (f"a compiled call of {DEPTH}, its guards", quantized, 1000),
