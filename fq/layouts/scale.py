@@ -76,19 +76,19 @@ def store(scale: Tensor, dtype: ScaleDtype) -> Tensor:
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float32 numbers within the range of `dtype` to it.
+    """Round float32 numbers within the range of `dtype` to it; NaN becomes the one NaN.
 
     To half precision by their bits: Inductor skips a cast that is followed by one back to float32, and
     codes are computed against what is stored.
     """
+    rounded = x
     if dtype in _DROPPED:
         bits, dropped = x.view(torch.int32), _DROPPED[dtype]
         half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
         rounded = ((bits + half) & -(1 << dropped)).view(torch.float32)
         if dtype == torch.float16:  # its subnormal numbers are evenly spaced
             rounded = torch.where(x.abs() < 2.0**-14, torch.round(x * 2.0**24) * 2.0**-24, rounded)
-        x = torch.where(torch.isnan(x), torch.nan, rounded)
-    return x.to(dtype)
+    return torch.where(torch.isnan(x), torch.nan, rounded).to(dtype)
 
 
 def load(scale: Tensor, dtype: ScaleDtype) -> Tensor:
