@@ -152,6 +152,11 @@ def batches(tokenizer: Any, sentences: Sequence[str], size: int = BATCH) -> list
     return out
 
 
+def parameters(model: Any) -> dict[str, Tensor]:
+    """Return the parameters, detached: torch.compile takes a global module's own ones for constants."""
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
 def embed(model: Any, params: dict[str, Any], ids: Tensor, mask: Tensor) -> Tensor:
     """Return unit embeddings (sentences, 384): the mean of the last hidden states over the tokens."""
     inputs = {"input_ids": ids, "attention_mask": mask}
@@ -168,7 +173,7 @@ def policy(layout: fq.Layout) -> dict[str, fq.Layout]:
 
 def quantize(model: Any, layout: fq.Layout, params: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the model's parameters, or others of the same names, quantized for this machine's kernels."""
-    params = dict(model.named_parameters()) if params is None else params
+    params = parameters(model) if params is None else params
     return fq.prepack(fq.quantize_params(params, fq.plan(model, policy(layout))))
 
 
@@ -276,7 +281,7 @@ def finetunes(model: Any, layout: fq.Layout, count: int = 3) -> list[dict[str, A
     def nudge(p: Tensor) -> Tensor:
         return p + 0.02 * p.std() * torch.randn(p.shape, generator=generator)
 
-    tuned = [{n: nudge(p.detach()) for n, p in model.named_parameters()} for _ in range(count)]
+    tuned = [{n: nudge(p) for n, p in parameters(model).items()} for _ in range(count)]
     return [quantize(model, layout, params) for params in tuned]
 
 
@@ -347,19 +352,13 @@ def run(chosen: dict[str, fq.Layout] | None = None) -> int:
         return 1
     chosen = layouts() if chosen is None else chosen
     data, console = batches(tokenizer, SENTENCES), terminal()
-    params = dict(model.named_parameters())
+    params = parameters(model)
     count = sum(p.numel() for p in params.values()) / 1e6
-    print(
-        f"{count:.1f} million parameters; {len(SENTENCES)} sentences in {len(data)} batches of {BATCH};",
-        end=" ",
-    )
-    print(f"threads: {torch.get_num_threads()}.", flush=True)
+    print(f"{count:.1f} million parameters; {len(SENTENCES)} sentences in {len(data)} batches.", flush=True)
     with torch.no_grad():
         rows, notes = work(model, params, data, chosen, console)
     show(console, [rows[0], *sorted(rows[1:], key=lambda row: -row.bits)])
-    print(
-        "MB: all parameters. bits: per quantized weight, scales included (word embeddings, encoder matrices)."
-    )
+    print(f"MB: all parameters. bits: per quantized weight, scales included. Threads: {torch.get_num_threads()}.")
     print("cosine: each embedding with float32's. rank corr.: Spearman's, of the similarities of all pairs.")
     print("\n".join(["", *notes, "", f"Done in {time.perf_counter() - started:.0f} s."]))
     return 0

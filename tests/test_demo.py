@@ -38,7 +38,7 @@ def data(loaded):
 
 @pytest.fixture(scope="module")
 def params(model):
-    return dict(model.named_parameters())
+    return demo.parameters(model)
 
 
 @pytest.fixture(scope="module")
