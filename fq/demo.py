@@ -108,7 +108,7 @@ It was the best of times, it was the worst of times, it was the age of wisdom, i
 
 
 def layouts() -> dict[str, fq.Layout]:
-    """Return the rows of the table: each preset that needs no argument, and EXTRA; most bits first."""
+    """Return the rows of the table: EXTRA, and each preset that needs no argument."""
     found = {text: fq.layout(text) for text in EXTRA}
     for name in fq.__all__:
         preset = getattr(fq, name)
@@ -358,7 +358,8 @@ def run(chosen: dict[str, fq.Layout] | None = None) -> int:
     with torch.no_grad():
         rows, notes = work(model, params, data, chosen, console)
     show(console, [rows[0], *sorted(rows[1:], key=lambda row: -row.bits)])
-    print(f"MB: all parameters. bits: per quantized weight, scales included. Threads: {torch.get_num_threads()}.")
+    threads = torch.get_num_threads()
+    print(f"MB: all parameters. bits: per quantized weight, scales included. Threads: {threads}.")
     print("cosine: each embedding with float32's. rank corr.: Spearman's, of the similarities of all pairs.")
     print("\n".join(["", *notes, "", f"Done in {time.perf_counter() - started:.0f} s."]))
     return 0
