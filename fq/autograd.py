@@ -27,6 +27,7 @@ from fq.layouts.layout import layout as parse
 from fq.layouts.storage import CANONICAL
 from fq.qtensor import QTensor
 from fq.spec import Spec, canonical_leaf, from_leaves, to_leaves
+from fq.structure import take_rows
 
 
 @dataclass(frozen=True)
@@ -364,7 +365,7 @@ def call_embedding(ids: Tensor, spec: Spec, dtype: torch.dtype, backend: str, *l
     q = from_leaves(leaves, spec)
     check_children("embedding", q)
     if wants_grad(*leaves) or is_transformed():
-        rows, spec = to_leaves(q[ids.reshape(-1)])
+        rows, spec = to_leaves(take_rows(q, ids.reshape(-1).to(torch.int64), "embedding"))
         return call_dequantize(spec, dtype, "reference", *rows).reshape(*ids.shape, q.inner[0])
     return resolve("embedding", backend, ids, q, dtype).function(ids, q, dtype)
 

@@ -53,44 +53,59 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor:
     return products.linear(_cast(input), weight, _cast(bias))
 
 
-@rule_for(QTensor, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
-def _matmul(a: Any, b: Any) -> Tensor:
+@rule_for(QTensor, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+def _matmul(input: Any, other: Any) -> Tensor:
+    return products.matmul(_cast(input), _cast(other))
+
+
+@rule_for(QTensor, Tensor.__rmatmul__)
+def _rmatmul(self: Any, other: Any) -> Tensor:
+    return _matmul(other, self)
+
+
+def _ranked(name: str, rank: int, a: Any, b: Any) -> Tensor:
+    """Multiply matrices (rank 2) or batches of as many (rank 3), which do not broadcast."""
+    if a.ndim != rank or b.ndim != rank:
+        raise ValueError(
+            f"{name}: expected {rank}-dimensional operands, got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    if rank == 3 and a.shape[0] != b.shape[0]:
+        raise ValueError(f"{name}: batches differ, {a.shape[0]} and {b.shape[0]}")
     return products.matmul(_cast(a), _cast(b))
 
 
-def _ranked(name: str, rank: int) -> Callable[[Any, Any], Tensor]:
-    def rule(a: Any, b: Any) -> Tensor:
-        if a.ndim != rank or b.ndim != rank:
-            raise ValueError(
-                f"{name}: expected {rank}-dimensional operands, got {tuple(a.shape)} and {tuple(b.shape)}"
-            )
-        if rank == 3 and a.shape[0] != b.shape[0]:
-            raise ValueError(f"{name}: batches differ, {a.shape[0]} and {b.shape[0]}")
-        return products.matmul(_cast(a), _cast(b))
-
-    return rule
+@rule_for(QTensor, torch.mm, Tensor.mm)
+def _mm(input: Any, mat2: Any) -> Tensor:
+    return _ranked("mm", 2, input, mat2)
 
 
-rule_for(QTensor, torch.mm, Tensor.mm)(_ranked("mm", 2))
-rule_for(QTensor, torch.bmm, Tensor.bmm)(_ranked("bmm", 3))
+@rule_for(QTensor, torch.bmm, Tensor.bmm)
+def _bmm(input: Any, mat2: Any) -> Tensor:
+    return _ranked("bmm", 3, input, mat2)
 
 
-@rule_for(QTensor, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
-def _addmm(input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
+@rule_for(QTensor, torch.addmm, Tensor.addmm)
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    bias = isinstance(mat2, QTensor) and mat1.ndim == mat2.ndim == 2 and beta == alpha == 1
+    if bias and isinstance(input, Tensor) and input.shape == mat2.shape[1:]:
+        return products.linear(_cast(mat1), mat2.T, _cast(input))  # rounded once, as addmm is
+    return _added("addmm", 2, input, mat1, mat2, beta, alpha)
+
+
+@rule_for(QTensor, torch.baddbmm, Tensor.baddbmm)
+def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _added("baddbmm", 3, input, batch1, batch2, beta, alpha)
+
+
+def _added(name: str, rank: int, input: Any, a: Any, b: Any, beta: float, alpha: float) -> Tensor:
+    """Return beta·input + alpha·(a @ b) in the product's dtype; with beta 0 the input is not read."""
     if isinstance(input, QTensor):
-        raise UnsupportedOp("addmm: the added matrix is quantized; fq.dequantize it first")
-    input, a, b = _cast(input), _cast(a), _cast(b)
-    if (
-        alpha == 1
-        and beta == 1
-        and isinstance(b, QTensor)
-        and b.ndim == 2
-        and input.ndim == 1
-        and b.layout.axis == -2
-    ):
-        return products.linear(a, b.T, input)  # one rounding, as addmm has
-    product = products.matmul(a, b)
-    return beta * input + (product if alpha == 1 else alpha * product)
+        raise UnsupportedOp(f"{name}: the added matrix is quantized; fq.dequantize it first")
+    product = _ranked(name, rank, a, b)
+    input = input.expand(product.shape)
+    wide = torch.promote_types(product.dtype, torch.float32)
+    total = alpha * product.to(wide)
+    return (total if beta == 0 else total + beta * input.to(wide)).to(product.dtype)
 
 
 @rule_for(QTensor, F.embedding)

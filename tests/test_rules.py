@@ -46,6 +46,69 @@ def test_two_dimensional_products(key):
 
 
 @pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transposed_weight_keeps_its_bias(key, dtype):
+    """Contracted along its rows, not along the packed axis; rounded once, bias and all."""
+    q, w = pair(key, 12, 40)
+    x, bias = torch.randn(3, 12).to(dtype), 10 * torch.randn(40)
+    want = F.linear(x.float(), w.T, bias)
+    for got in (F.linear(x, q.T, bias), fq.linear(x[None], q.T, bias)[0], torch.addmm(bias, x, q)):
+        assert got.dtype == dtype
+        assert (got.float() - want).abs().max() <= (
+            2**-8 if dtype == torch.bfloat16 else 1e-5
+        ) * want.abs().max()
+    single = fq.linear(x, q.T, torch.tensor([10.0]))
+    assert (single.float() - F.linear(x.float(), w.T) - 10).abs().max() <= 2**-7 * want.abs().max()
+    y, g = x.float().requires_grad_(), bias.clone().requires_grad_()
+    F.linear(y, q.T, g).sum().backward()
+    close(y.grad, w.sum(1).expand(3, 12))
+    assert torch.equal(g.grad, torch.full((40,), 3.0))
+
+
+def test_products_by_torchs_own_keywords():
+    q, w = pair("int8", 12, 40)
+    three, dense = pair("int8", 2, 12, 40)
+    x, y, bias = torch.randn(3, 40), torch.randn(2, 3, 40), torch.randn(12)
+    close(F.linear(input=x, weight=q, bias=bias), F.linear(x, w, bias))
+    close(torch.matmul(input=x, other=q.T), x @ w.T)
+    close(torch.mm(input=x, mat2=q.T), x @ w.T)
+    close(torch.bmm(input=y, mat2=three.mT), y @ dense.mT)
+    close(torch.addmm(input=bias, mat1=x, mat2=q.T, beta=2), torch.addmm(bias, x, w.T, beta=2))
+    added = torch.randn(2, 3, 12)
+    close(torch.baddbmm(added, batch1=y, batch2=three.mT), torch.baddbmm(added, y, dense.mT))
+    close(F.embedding(input=torch.tensor([3, 0]), weight=q), w[[3, 0]])
+
+
+def test_addmm_with_beta_zero_does_not_read_what_it_adds_to():
+    q, w = pair("int8", 12, 40)
+    x, nan = torch.randn(3, 40), torch.full((3, 12), torch.nan)
+    close(torch.addmm(nan, x, q.T, beta=0), x @ w.T)
+    close(torch.baddbmm(nan[None], x[None], q.T[None], beta=0, alpha=3), 3 * (x @ w.T)[None])
+    assert torch.addmm(nan, x, q.T).isnan().all()
+
+
+def test_products_of_a_fixed_rank_do_not_broadcast():
+    two, three = pair("int8", 12, 40)[0], pair("int8", 2, 12, 40)[0]
+    x, y = torch.randn(3, 40), torch.randn(2, 3, 40)
+    for call, name, rank in (
+        (lambda: torch.mm(y, three.mT), "mm", 2),
+        (lambda: torch.addmm(torch.zeros(12), y, three.mT), "addmm", 2),
+        (lambda: torch.bmm(x, two.T), "bmm", 3),
+        (lambda: torch.baddbmm(torch.zeros(12), x, two.T), "baddbmm", 3),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected {rank}-dimensional operands, got "):
+            call()
+    for call, name in (
+        (lambda: torch.bmm(y[:1], three.mT), "bmm"),
+        (lambda: torch.baddbmm(torch.zeros(1, 3, 12), y[:1], three.mT), "baddbmm"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: batches differ, 1 and 2"):
+            call()
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        torch.addmm(torch.zeros(3, 5), x, two.T)
+
+
+@pytest.mark.parametrize("key", KEYS)
 def test_batched_products(key):
     q, w = pair(key, 4, 12, 40)
     x, left = torch.randn(4, 3, 40), torch.randn(4, 3, 12)
@@ -79,8 +142,9 @@ def test_embedding(key):
     assert torch.equal(F.embedding(ids, q, padding_idx=0), w[ids])
     with pytest.raises(fq.UnsupportedOp, match="max_norm"):
         F.embedding(ids, q, max_norm=1.0)
-    with pytest.raises(IndexError):
-        F.embedding(torch.tensor([12]), q)
+    for wrong in (12, -1):
+        with pytest.raises(IndexError):
+            F.embedding(torch.tensor([wrong]), q)
 
 
 @pytest.mark.parametrize(

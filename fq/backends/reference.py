@@ -18,6 +18,7 @@ from fq.numerics import (
 )
 from fq.qtensor import QTensor
 from fq.spec import canonical_leaf
+from fq.structure import take_rows
 
 
 @implements("quantize", backend="reference")
@@ -44,7 +45,7 @@ def dequantize(q: QTensor, dtype: torch.dtype) -> Tensor:
 @implements("embedding", backend="reference")
 def embedding(ids: Tensor, q: QTensor, dtype: torch.dtype) -> Tensor:
     """Gather rows of q (R, C) and decode only those: (*ids, C)."""
-    rows = q[ids.reshape(-1)]
+    rows = take_rows(q, ids.reshape(-1).to(torch.int64), "embedding")
     return dequantize_matrix(rows, dtype).reshape(*ids.shape, rows.inner[0])
 
 
