@@ -125,7 +125,8 @@ class QTensor:
 
     @property
     def requires_grad(self) -> bool:
-        return any(t.requires_grad for t in pytree.tree_leaves(self))
+        children = (self.data, self.scale, self.zero_point, self.input_scale, self.pre_scale, self.perm)
+        return any(c is not None and c.requires_grad for c in children)
 
     @property
     def T(self) -> QTensor:
