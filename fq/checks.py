@@ -14,14 +14,14 @@ from fq.layouts.packing import row_bytes
 from fq.layouts.storage import CANONICAL
 from fq.qtensor import QTensor
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_float(what: str, name: str, x: Any) -> None:
     """Raise TypeError unless x is a tensor of a float dtype of at least 16 bits."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{what}: {name} must be a tensor, got {type(x).__name__}")
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         raise TypeError(f"{what}: {name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
 
 

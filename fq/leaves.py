@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fq.errors import UnsupportedOp
 from fq.layouts import Layout
 from fq.primitives import fake_quantize
 from fq.qtensor import QTensor, apply_rule
@@ -80,33 +82,35 @@ def _layout(key: str) -> Layout:
     return layout(key)
 
 
-def _imitate(x: Tensor, act: Layout) -> Tensor:
+def _imitate(x: Tensor, q: FakeQuantized) -> Tensor:
     """Fake-quantize x along its last dimension, its rows flattened as the primitives flatten them."""
-    return fake_quantize(x.reshape(-1, x.shape[-1]), act).reshape(x.shape)
+    if q.ndim > 2:  # one matrix of x per matrix of the weight
+        return fake_quantize(x, q.act)
+    return fake_quantize(x.reshape(-1, x.shape[-1]), q.act).reshape(x.shape)
 
 
 @rule_for(FakeQuantized, F.linear)
 def _linear(input: Tensor, weight: FakeQuantized, bias: Tensor | None = None) -> Tensor:
-    return F.linear(_imitate(input, weight.act), weight.weight, bias)
+    return F.linear(_imitate(input, weight), weight.weight, bias)
 
 
-@rule_for(
-    FakeQuantized,
-    torch.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.__rmatmul__,
-    torch.mm,
-    Tensor.mm,
-    torch.bmm,
-    Tensor.bmm,
-)
-def _matmul(a: Any, b: Any) -> Tensor:
-    if isinstance(b, FakeQuantized):
-        return torch.matmul(_imitate(a, b.act), b.weight)
-    return torch.matmul(a.weight, _imitate(b.mT, a.act).mT)
+def _product(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
+    def rule(a: Any, b: Any) -> Tensor:
+        if not isinstance(b, FakeQuantized):
+            return function(a.weight, _imitate(b.mT, a).mT)
+        if isinstance(a, FakeQuantized):
+            raise UnsupportedOp(f"{function.__name__}: both operands are fake-quantized; use .weight of one")
+        return function(_imitate(a, b), b.weight)
+
+    return rule
+
+
+rule_for(FakeQuantized, torch.matmul, Tensor.matmul, Tensor.__matmul__)(_product(torch.matmul))
+rule_for(FakeQuantized, Tensor.__rmatmul__)(lambda a, b: _product(torch.matmul)(b, a))
+rule_for(FakeQuantized, torch.mm, Tensor.mm)(_product(torch.mm))
+rule_for(FakeQuantized, torch.bmm, Tensor.bmm)(_product(torch.bmm))
 
 
 @rule_for(FakeQuantized, torch.addmm, Tensor.addmm)
-def _addmm(input: Tensor, a: Tensor, b: FakeQuantized, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return torch.addmm(input, _imitate(a, b.act), b.weight, beta=beta, alpha=alpha)
+def _addmm(input: Tensor, mat1: Tensor, mat2: FakeQuantized, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return torch.addmm(input, _imitate(mat1, mat2), mat2.weight, beta=beta, alpha=alpha)

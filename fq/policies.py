@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from fq.checks import FLOATS
 from fq.layouts import Layout
 from fq.leaves import LEAF_TYPES
 from fq.primitives import quantize
@@ -20,7 +22,11 @@ Policy = Layout | Mapping[str, Layout | None] | Callable[[str, Any], Layout | No
 
 @dataclass(frozen=True)
 class Entry:
-    """What happens to one parameter: `layout` None means it is kept, and `reason` says why."""
+    """What happens to one parameter: `layout` None means it is kept, and `reason` says why.
+
+    `tied_to` is the first name of the same storage and layout, whose result it shares; `untied_from` the
+    first name of the same storage where the layouts differ. A storage's `nbytes` count once.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -28,20 +34,22 @@ class Entry:
     role: str
     layout: Layout | None
     reason: str
+    nbytes: int
     axis: int = -1
     inner: int = 1
     tied_to: str | None = None
+    untied_from: str | None = None
     guessed: bool = False
 
     @property
     def bytes_before(self) -> int:
-        return 0 if self.tied_to else _numel(self.shape) * self.dtype.itemsize
+        return 0 if self.tied_to or self.untied_from else self.nbytes
 
     @property
     def bytes_after(self) -> int:
-        if self.layout is None or self.tied_to:
-            return self.bytes_before
-        return quantized_bytes(self.shape, self.layout, self.inner)
+        if self.tied_to:
+            return 0
+        return self.nbytes if self.layout is None else quantized_bytes(self.shape, self.layout, self.inner)
 
 
 @dataclass(frozen=True)
@@ -94,13 +102,6 @@ def table(rows: list[tuple[str, ...]]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
-
-
 def quantized_bytes(shape: tuple[int, ...], layout: Layout, inner: int = 1) -> int:
     """Return the bytes of a QTensor of a logical shape, without making it."""
     return quantize(torch.empty(shape, device="meta"), layout, inner=inner).nbytes
@@ -128,6 +129,8 @@ def _decide(policy: Policy, role: str, name: str, value: Any, used: set[str]) ->
     if isinstance(policy, Layout):
         if vector:
             return None, f"{value.ndim}-dimensional"
+        if value.dtype not in FLOATS:
+            return None, f"{value.dtype} is no float to quantize"
         return (policy, "policy") if role == "matmul" else (None, f"{role} is kept by default")
     if isinstance(policy, Mapping):
         for pattern, layout in policy.items():
@@ -141,19 +144,41 @@ def _decide(policy: Policy, role: str, name: str, value: Any, used: set[str]) ->
                 )
         return None, "no pattern matches"
     layout = policy(name, value)
+    if layout is not None and not isinstance(layout, Layout):
+        raise TypeError(
+            f"plan: the policy function returned {layout!r} for {name}; expected a Layout or None"
+        )
+    if vector and layout is not None:
+        return None, f"{value.ndim}-dimensional; only a pattern that is its whole name quantizes it"
     return layout, "policy function" if layout is not None else "policy function keeps it"
 
 
 def _check_policy(policy: Any) -> None:
-    if isinstance(policy, Layout) or callable(policy):
-        return
     if not isinstance(policy, Mapping):
+        if isinstance(policy, Layout) or callable(policy):
+            return
         raise TypeError(
             f"plan: a policy is a Layout, a dict of pattern -> Layout or a function, got {policy!r}"
         )
     for pattern, layout in policy.items():
         if not isinstance(pattern, str) or not (layout is None or isinstance(layout, Layout)):
             raise TypeError(f"plan: expected pattern -> Layout or None, got {pattern!r}: {layout!r}")
+        try:
+            matches(pattern, "")
+        except re.error as error:
+            raise ValueError(f"plan: pattern {pattern!r} is no regular expression: {error}") from None
+
+
+def _check_used(policy: Policy, names: Iterable[str], used: set[str]) -> None:
+    """Raise on patterns that decided nothing."""
+    unused = [p for p in policy if p not in used] if isinstance(policy, Mapping) else []
+    nothing = [p for p in unused if not any(matches(p, name) for name in names)]
+    if nothing:
+        raise ValueError(f"plan: patterns that match nothing: {', '.join(map(repr, nothing))}")
+    if unused:
+        raise ValueError(
+            f"plan: earlier patterns match all that these do: {', '.join(map(repr, unused))}; move them up"
+        )
 
 
 # --- roles ---
@@ -172,9 +197,23 @@ def _guess(name: str, value: Any) -> str:
         return "embedding"
     if parts & _HEADS:
         return "head"
-    if parts & _ROUTERS and value.shape[-2] < value.shape[-1]:
-        return "router"
-    return "matmul"
+    return "router" if _is_router(name, value) else "matmul"
+
+
+def _is_router(name: str, value: Any) -> bool:
+    """Whether a matrix chooses among experts: fewer outputs than inputs, and named so."""
+    return bool(_ROUTERS & set(name.split("."))) and value.shape[-2] < value.shape[-1]
+
+
+def _guessed_roles(params: Mapping[str, Any]) -> dict[str, str]:
+    """Guess the role of every entry of a bare dict; what shares an embedding's storage is a head."""
+    roles = {name: _guess(name, value) for name, value in params.items()}
+    embeddings = {view_key(params[name]) for name, role in roles.items() if role == "embedding"}
+    if embeddings:
+        for name, role in roles.items():
+            if role == "matmul" and view_key(params[name]) in embeddings:
+                roles[name] = "head"
+    return roles
 
 
 def _module_roles(module: nn.Module) -> dict[str, str]:
@@ -193,7 +232,7 @@ def _module_roles(module: nn.Module) -> dict[str, str]:
             elif isinstance(owner, nn.Linear) and attribute == "weight":
                 last = path.rpartition(".")[2]
                 is_head = id(parameter) in tied or last in _HEADS or owner.out_features in counts
-                roles[name] = "head" if is_head else "matmul"
+                roles[name] = "head" if is_head else "router" if _is_router(name, parameter) else "matmul"
             elif parameter.ndim < 2:
                 roles[name] = "vector"
             else:
@@ -213,7 +252,7 @@ def plan(module_or_params: nn.Module | Mapping[str, Any], policy: Policy) -> Pla
             else, or a leading `re:`, is a regular expression for the whole name.
 
     Raises:
-        TypeError: the policy is of the wrong kind.
+        TypeError: the policy or a parameter is of the wrong kind, or integers are to be quantized.
         ValueError: a pattern matches nothing, or a matched tensor is already quantized.
 
     Example:
@@ -227,62 +266,97 @@ def plan(module_or_params: nn.Module | Mapping[str, Any], policy: Policy) -> Pla
         params: Mapping[str, Any] = dict(module_or_params.named_parameters(remove_duplicate=False))
         roles, guessed = _module_roles(module_or_params), False
     else:
-        params, roles, guessed = module_or_params, None, True
+        params = _checked(module_or_params)
+        roles, guessed = _guessed_roles(params), True
     used: set[str] = set()
-    seen: dict[Any, str] = {}
-    entries = [_entry(name, value, policy, roles, guessed, used, seen) for name, value in params.items()]
-    if isinstance(policy, Mapping):
-        unused = [p for p in policy if p not in used]
-        if unused:
-            raise ValueError(f"plan: patterns that match nothing: {', '.join(map(repr, unused))}")
-    decided = {e.name: e for e in entries}
-    return Plan(tuple(_follow_tie(e, decided) for e in entries))
+    seen: dict[Any, dict[str | None, str]] = {}
+    decided = {name: _decide(policy, roles[name], name, value, used) for name, value in params.items()}
+    _check_used(policy, params, used)
+    _check_values(params, [name for name, (layout, _) in decided.items() if layout is not None])
+    return Plan(tuple(_entry(n, v, roles[n], *decided[n], guessed, seen) for n, v in params.items()))
+
+
+def _checked(params: Any) -> Mapping[str, Any]:
+    if not isinstance(params, Mapping):
+        raise TypeError(f"plan: expected a module or a dict of name -> tensor, got {type(params).__name__}")
+    for name, value in params.items():
+        if not isinstance(value, (Tensor, *LEAF_TYPES)):
+            raise TypeError(f"plan: {name} must be a tensor, got {type(value).__name__}")
+    return params
+
+
+def _check_values(params: Mapping[str, Any], names: list[str]) -> None:
+    """Raise on values that cannot be quantized, naming all of them."""
+    done = [n for n in names if isinstance(params[n], LEAF_TYPES)]
+    if done:
+        forms = ", ".join(f"{n} is already quantized ({_form(params[n])})" for n in done)
+        raise ValueError(f"plan: {forms}; use fq.requantize, or leave it out")
+    wrong = [f"{n} is {params[n].dtype}" for n in names if params[n].dtype not in FLOATS]
+    if wrong:
+        raise TypeError(f"plan: {', '.join(wrong)}; only tensors of 16-bit floats or wider are quantized")
+    scalars = [n for n in names if params[n].ndim == 0]
+    if scalars:
+        raise ValueError(f"plan: {', '.join(scalars)}: a tensor without dimensions cannot be quantized")
+
+
+def _form(leaf: Any) -> str:
+    return leaf.layout.key if isinstance(leaf, QTensor) else type(leaf).__name__
 
 
 def _entry(
     name: str,
     value: Any,
-    policy: Policy,
-    roles: Mapping[str, str] | None,
+    role: str,
+    layout: Layout | None,
+    reason: str,
     guessed: bool,
-    used: set[str],
-    seen: dict[Any, str],
+    seen: dict[Any, dict[str | None, str]],
 ) -> Entry:
-    shape = tuple(value.shape)
-    role = roles.get(name, "other") if roles is not None else _guess(name, value)
-    layout, reason = _decide(policy, role, name, value, used)
     if isinstance(value, LEAF_TYPES):
-        if layout is not None:
-            form = value.layout.key if isinstance(value, QTensor) else type(value).__name__
-            raise ValueError(
-                f"plan: {name} is already quantized ({form}); use fq.requantize, or leave it out"
-            )
-        return Entry(name, shape, value.dtype, role, None, "already quantized", guessed=guessed)
-    if layout is not None and not value.is_floating_point():
-        raise ValueError(f"plan: {name} is {value.dtype}; only float tensors are quantized")
-    if layout is not None and value.ndim == 0:
-        raise ValueError(f"plan: {name} has no dimension; it cannot be quantized")
-    tied_to = _tie(name, value, seen)
-    axis = layout.axis if layout is not None else -1
-    return Entry(name, shape, value.dtype, role, layout, reason, axis, 1, tied_to, guessed)
-
-
-def _tie(name: str, value: Tensor, seen: dict[Any, str]) -> str | None:
-    """Return the first name with the same storage and view, if there is one."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):  # type: ignore[attr-defined]
-        key: Any = id(value)  # inside a transform there is no storage to compare
+        reason = f"already quantized ({_form(value)})"
+    key = None if layout is None else layout.key
+    names = seen.setdefault(view_key(value), {})  # those of one storage, by layout
+    first = next(iter(names.values()), None)
+    tied_to = names.setdefault(key, name)
+    if tied_to != name:
+        reason, untied_from = f"{reason}; tied to {tied_to}", None
+    elif first is not None:
+        reason, tied_to, untied_from = f"{reason}; untied from {first}", None, first
     else:
-        storage = value.untyped_storage()._cdata
-        key = (storage, value.storage_offset(), tuple(value.shape), tuple(value.stride()))
-    first = seen.setdefault(key, name)
-    return None if first == name else first
+        tied_to = untied_from = None
+    nbytes = sum(t.nbytes for t in pytree.tree_leaves(value))
+    axis = layout.axis if layout is not None else -1
+    return Entry(
+        name,
+        tuple(value.shape),
+        value.dtype,
+        role,
+        layout,
+        reason,
+        nbytes,
+        axis,
+        1,
+        tied_to,
+        untied_from,
+        guessed,
+    )
 
 
-def _follow_tie(entry: Entry, decided: Mapping[str, Entry]) -> Entry:
-    """Share a packed tensor between tied names of one layout; names given different layouts part."""
-    if entry.tied_to is None:
-        return entry
-    first = decided[entry.tied_to]
-    if first.layout == entry.layout:
-        return entry
-    return replace(entry, tied_to=None, reason=f"{entry.reason}; untied from {first.name}")
+# --- ties ---
+
+
+def view_key(value: Any) -> Any:
+    """Return what two values have in common that are the same numbers of the same storage."""
+    if torch.compiler.is_compiling():
+        return id(value)  # Dynamo sees no storages
+    if isinstance(value, Tensor):
+        return _view(value)
+    leaves, spec = pytree.tree_flatten(value)
+    return spec, *map(_view, leaves)
+
+
+def _view(t: Tensor) -> Any:
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):  # type: ignore[attr-defined]
+        return id(t)  # inside a transform there is no storage to compare
+    storage = t.untyped_storage()._cdata  # on meta every data_ptr is 0
+    return storage, t.storage_offset(), t.dtype, tuple(t.shape), tuple(t.stride())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from fq.layouts import Layout
 from fq.layouts.layout import changed
 from fq.leaves import LEAF_TYPES, FakeQuantized
-from fq.policies import Plan, Policy, plan, table
+from fq.policies import Plan, Policy, plan, table, view_key
 from fq.primitives import dequantize, fake_quantize, quantize
-from fq.qtensor import QTensor, stack
+from fq.qtensor import QTensor, cat, stack
 
 Params = Mapping[str, Any]
+_LARGE = 1 << 20  # bytes; below, the calls cost more than the temporaries
 
 
 def _is_leaf(value: Any) -> bool:
@@ -26,10 +29,22 @@ def _is_leaf(value: Any) -> bool:
 def _as_plan(params: Params, plan_or_policy: Plan | Policy) -> Plan:
     if not isinstance(plan_or_policy, Plan):
         return plan(params, plan_or_policy)
-    missing = [e.name for e in plan_or_policy if e.layout is not None and e.name not in params]
+    wanted = [e for e in plan_or_policy if e.layout is not None]
+    missing = [e.name for e in wanted if e.name not in params and e.tied_to not in params]
     if missing:
         raise KeyError(f"quantize_params: the plan names parameters that are not given: {', '.join(missing)}")
     return plan_or_policy
+
+
+def _shared(params: Params, made: Plan) -> dict[str, str]:
+    """Return name -> the tied name whose result it shares, for those that are tied here as in the plan."""
+    ties = [(e.name, e.tied_to) for e in made if e.layout is not None and e.tied_to is not None]
+    given = [(name, first) for name, first in ties if name in params and first in params]
+    return {name: first for name, first in given if _same(params[name], params[first])}
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or view_key(a) == view_key(b)
 
 
 def quantize_params(
@@ -45,8 +60,8 @@ def quantize_params(
     Args:
         params: name -> tensor.
         plan_or_policy: what `fq.plan` returned, or a policy for it.
-        donate: pop entries from `params` as they are done, so that the peak stays below the input and
-            two tensors when the dict owns them.
+        donate: pop entries from `params` as they are done, and quantize large ones slice by slice, so that
+            the peak stays below the input and two tensors when the dict owns them.
         check_finite: raise on weights with NaN or inf, naming them, before anything is done.
         progress: called as progress(name, done, total) after each parameter.
 
@@ -69,27 +84,41 @@ def quantize_params(
     made = _as_plan(params, plan_or_policy)
     chosen = {e.name: e for e in made}
     if check_finite:
-        bad = [e.name for e in made if e.layout is not None and not _finite(params[e.name])]
+        named = (e.name for e in made if e.layout is not None and e.name in params)
+        bad = [name for name in named if not _finite(params[name])]
         if bad:
             raise ValueError(
                 f"quantize_params: not finite: {', '.join(bad)}; fix them, or pass check_finite=False"
             )
     out: dict[str, Any] = {}
-    names = list(params)
+    names, shared = list(params), _shared(params, made)
     for done, name in enumerate(names, 1):
         value = params.pop(name) if donate else params[name]  # type: ignore[attr-defined]
         entry = chosen.get(name)
         if entry is None or entry.layout is None:
             out[name] = value
-        elif entry.tied_to is not None and isinstance(out.get(entry.tied_to), QTensor):
-            out[name] = out[entry.tied_to]
+        elif shared.get(name) in out:
+            out[name] = out[shared[name]]
         else:
             with torch.no_grad():
-                out[name] = quantize(value, entry.layout, inner=entry.inner)
+                out[name] = (_quantize_slices if donate else quantize)(value, entry.layout, inner=entry.inner)
         del value
         if progress is not None:
             progress(name, done, len(names))
     return out
+
+
+def _quantize_slices(value: Tensor, layout: Layout, *, inner: int) -> QTensor:
+    """Quantize a large tensor a sixteenth at a time, to the same bits, so that its temporaries stay small."""
+    step = -(-value.shape[0] // 16)
+    if value.ndim == inner + 1:  # slices are rows, and no scale may span them
+        nested = isinstance(layout.scale, Layout) or isinstance(layout.zero_point, Layout)
+        rows = layout.block[0]
+        whole = layout.axis == -2 or rows == -1 or value.shape[0] % rows != 0 or nested
+        step = value.shape[0] if whole else -(-step // rows) * rows
+    if value.nbytes < _LARGE or value.ndim <= inner or step >= value.shape[0]:
+        return quantize(value, layout, inner=inner)
+    return cat([quantize(part, layout, inner=inner) for part in value.split(step)])
 
 
 def _finite(value: Tensor) -> bool:
@@ -109,13 +138,14 @@ def dequantize_params(params: Params) -> dict[str, Any]:
         >>> fq.dequantize_params(q)["w"].shape
         torch.Size([4, 64])
     """
-    done: dict[int, Tensor] = {}
+    done: dict[Any, Tensor] = {}
     out: dict[str, Any] = {}
     for name, value in params.items():
         if isinstance(value, QTensor):
-            if id(value) not in done:
-                done[id(value)] = dequantize(value)
-            value = done[id(value)]
+            key = view_key(value)
+            if key not in done:
+                done[key] = dequantize(value)
+            value = done[key]
         elif isinstance(value, FakeQuantized):
             value = value.weight
         out[name] = value
@@ -138,12 +168,16 @@ def fake_quantize_params(params: Params, plan_or_policy: Plan | Policy) -> dict[
         >>> torch.func.grad(loss)({"w": torch.ones(1, 4)})["w"].shape
         torch.Size([1, 4])
     """
-    chosen = {e.name: e for e in _as_plan(params, plan_or_policy)}
+    made = _as_plan(params, plan_or_policy)
+    chosen, shared = {e.name: e for e in made}, _shared(params, made)
     out: dict[str, Any] = {}
     for name, value in params.items():
         entry = chosen.get(name)
         if entry is None or entry.layout is None:
             out[name] = value
+            continue
+        if shared.get(name) in out:
+            out[name] = out[shared[name]]
             continue
         act = entry.layout.act
         weight = fake_quantize(value, changed(entry.layout.key, act=None))
@@ -202,12 +236,13 @@ def tree_to(tree: Params, device: torch.device | str) -> dict[str, Any]:
         >>> fq.tree_to({"w": fq.quantize(torch.ones(2, 4), fq.int8())}, "meta")["w"].device
         device(type='meta')
     """
-    moved: dict[int, Any] = {}
+    moved: dict[Any, Any] = {}
     out: dict[str, Any] = {}
     for name, value in tree.items():
-        if id(value) not in moved:
-            moved[id(value)] = pytree.tree_map(lambda t: t.to(device), value)
-        out[name] = moved[id(value)]
+        key = view_key(value)
+        if key not in moved:
+            moved[key] = pytree.tree_map(lambda t: t.to(device), value)
+        out[name] = moved[key]
     return out
 
 
@@ -257,14 +292,20 @@ def sqnr(a: Any, b: Any) -> float:
         >>> fq.sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
         20.0
     """
-    x, y = (
-        dequantize(t, torch.float32) if isinstance(t, QTensor) else t.detach().to(torch.float64)
-        for t in (a, b)
-    )
+    x, y = _wide(a), _wide(b)
     if x.shape != y.shape:
         raise ValueError(f"sqnr: shapes {tuple(x.shape)} and {tuple(y.shape)} differ")
-    x, y = x.to(torch.float64), y.to(torch.float64)
-    return float(20 * torch.log10(x.norm() / (x - y).norm()))
+    noise = (x - y).norm()
+    return math.inf if noise == 0 else float(20 * torch.log10(x.norm() / noise))
+
+
+def _wide(value: Any) -> Tensor:
+    """Return what a leaf or a tensor stands for, in float64."""
+    if isinstance(value, QTensor):
+        value = dequantize(value, torch.float32)
+    elif isinstance(value, FakeQuantized):
+        value = value.weight
+    return value.detach().to(torch.float64)
 
 
 @dataclass(frozen=True)
@@ -335,9 +376,9 @@ def summary(params: Params, reference: Params | None = None) -> Summary:
     rows, seen = [], set()
     for name, value in params.items():
         tensors = pytree.tree_leaves(value)
-        nbytes = sum(t.nbytes for t in tensors if id(t) not in seen)
-        shared = bool(tensors) and all(id(t) in seen for t in tensors)
-        seen.update(id(t) for t in tensors)
+        nbytes = sum(t.nbytes for t in tensors if view_key(t) not in seen)
+        shared = bool(tensors) and all(view_key(t) in seen for t in tensors)
+        seen.update(map(view_key, tensors))
         shape = tuple(value.shape)
         layout = value.layout.key if isinstance(value, QTensor) else str(value.dtype).removeprefix("torch.")
         ratio = error = None

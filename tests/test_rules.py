@@ -228,3 +228,9 @@ def test_named_matmuls_take_plain_tuples(key):
     cut = (scale[0][:, :-1], scale[1]) if isinstance(scale, tuple) else scale[:, :-1].clone()
     with pytest.raises(ValueError, match="block grid|bytes"):
         call(x, (q.data, cut, *parts[2:]), layout=layout)
+
+
+def test_a_reflected_product_keeps_the_order_of_its_operands():
+    q, x = fq.quantize(torch.randn(8, 8), fq.int8()), torch.randn(8, 8)
+    assert torch.equal(torch.Tensor.__rmatmul__(x, q), q @ x)  # x.__rmatmul__(q) is q @ x
+    torch.testing.assert_close(q @ x, fq.dequantize(q) @ x)
