@@ -94,21 +94,32 @@ def _linear(input: Tensor, weight: FakeQuantized, bias: Tensor | None = None) ->
     return F.linear(_imitate(input, weight), weight.weight, bias)
 
 
-def _product(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
-    def rule(a: Any, b: Any) -> Tensor:
-        if not isinstance(b, FakeQuantized):
-            return function(a.weight, _imitate(b.mT, a).mT)
-        if isinstance(a, FakeQuantized):
-            raise UnsupportedOp(f"{function.__name__}: both operands are fake-quantized; use .weight of one")
-        return function(_imitate(a, b), b.weight)
-
-    return rule
+def _product(function: Callable[..., Tensor], a: Any, b: Any) -> Tensor:
+    if not isinstance(b, FakeQuantized):
+        return function(a.weight, _imitate(b.mT, a).mT)
+    if isinstance(a, FakeQuantized):
+        raise UnsupportedOp(f"{function.__name__}: both operands are fake-quantized; use .weight of one")
+    return function(_imitate(a, b), b.weight)
 
 
-rule_for(FakeQuantized, torch.matmul, Tensor.matmul, Tensor.__matmul__)(_product(torch.matmul))
-rule_for(FakeQuantized, Tensor.__rmatmul__)(lambda a, b: _product(torch.matmul)(b, a))
-rule_for(FakeQuantized, torch.mm, Tensor.mm)(_product(torch.mm))
-rule_for(FakeQuantized, torch.bmm, Tensor.bmm)(_product(torch.bmm))
+@rule_for(FakeQuantized, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+def _matmul(input: Any, other: Any) -> Tensor:
+    return _product(torch.matmul, input, other)
+
+
+@rule_for(FakeQuantized, Tensor.__rmatmul__)
+def _rmatmul(self: Any, other: Any) -> Tensor:
+    return _product(torch.matmul, other, self)
+
+
+@rule_for(FakeQuantized, torch.mm, Tensor.mm)
+def _mm(input: Any, mat2: Any) -> Tensor:
+    return _product(torch.mm, input, mat2)
+
+
+@rule_for(FakeQuantized, torch.bmm, Tensor.bmm)
+def _bmm(input: Any, mat2: Any) -> Tensor:
+    return _product(torch.bmm, input, mat2)
 
 
 @rule_for(FakeQuantized, torch.addmm, Tensor.addmm)

@@ -180,6 +180,10 @@ def leaf() -> FakeQuantized:
     return fq.fake_quantize_params({"w": torch.randn(8, 8)}, fq.layout("int8@int8"))["w"]
 
 
+def one(leaf: FakeQuantized) -> FakeQuantized:
+    return pytree.tree_map(lambda t: t[None], leaf)
+
+
 def imitated(x: Tensor) -> Tensor:
     return fq.dequantize(fq.quantize(x, fq.int8()))
 
@@ -189,6 +193,12 @@ def test_products_imitate_the_other_operand(leaf):
     assert torch.equal(F.linear(x, leaf, bias), F.linear(imitated(x), w, bias))
     for got in (x @ leaf.T, torch.matmul(x, leaf.mT), x.matmul(leaf.T), torch.mm(x, leaf.T), x.mm(leaf.T)):
         assert torch.equal(got, imitated(x) @ w.T)
+    for got in (
+        torch.matmul(input=x, other=leaf),
+        torch.mm(x, mat2=leaf),
+        torch.bmm(x[None], mat2=one(leaf))[0],
+    ):
+        assert torch.equal(got, imitated(x) @ w)
     assert torch.equal(x @ leaf, imitated(x) @ w)
     assert torch.equal(leaf @ x.T, w @ imitated(x).T)
     assert torch.equal(Tensor.__rmatmul__(x.T, leaf), w @ imitated(x).T)
