@@ -134,13 +134,13 @@ def test_a_training_loop_learns_and_is_served_as_it_trained(key):
 
     with fq.use_backend("reference"):
         before = loss(params)
-        for _ in range(40):
+        for _ in range(20):
             grads = grad(loss)(params)
             params = {n: p - 0.5 * grads[n] for n, p in params.items()}
         after = loss(params)
         served = fq.quantize_params(params, layout)
         assert torch.equal(F.mse_loss(fq.functional_call(model, served, x), target), after)
-    assert after < 0.6 * before
+    assert after < 0.75 * before
     fine = fq.quantize_params(own(model), layout)
     assert F.mse_loss(fq.functional_call(model, fine, x), target) > after
 
