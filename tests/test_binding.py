@@ -144,6 +144,23 @@ def test_what_the_forward_assigns_stays_as_under_torch():
     assert a["calls"] == 6
 
 
+def test_a_parameter_that_the_forward_assigns_beside_a_leaf_stays():
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.bias = nn.Parameter(self.bias + 1)
+            return super().forward(x)
+
+    net, x = Counting(4, 3), torch.ones(1, 4)
+    bias = net.bias.detach().clone()
+    q = {"weight": fq.quantize(net.weight, fq.int8())}
+    for times in (1, 2):
+        fq.functional_call(net, q, x)
+        assert torch.equal(net.bias, bias + times)
+    fq.functional_call(net, {**q, "bias": torch.zeros(3)}, x)
+    assert torch.equal(net.bias, bias + 2)
+    assert [n for n, _ in net.named_parameters()] == ["weight", "bias"]
+
+
 # --- names ---
 
 
@@ -162,12 +179,7 @@ def test_a_misspelt_leaf_is_a_key_error_and_changes_nothing(name):
         with pytest.raises(KeyError, match="is no parameter of Model"):
             enter()
         assert snapshot(net) == before
-
-
-def test_bind_refuses_an_unknown_float_too():
-    net = model()
-    before = snapshot(net)
-    with pytest.raises(KeyError, match=r"bind: 'norm\.scale' is no parameter of Model"):
+    with pytest.raises(KeyError, match=r"bind: 'norm\.scale' is no parameter of Model"):  # a float too
         fq.bind(net, {**leaves(net), "norm.scale": torch.ones(8)}).__enter__()
     assert snapshot(net) == before
 
@@ -236,7 +248,18 @@ def test_without_leaves_it_is_torch_func_functional_call(params):
 
 
 @pytest.mark.parametrize(
-    "params", ["all", "some", "buffers too", "unknown attribute", "a tuple", "a list", "twice"]
+    "params",
+    [
+        "all",
+        "some",
+        "contradicting",
+        "by both names",
+        "buffers too",
+        "unknown attribute",
+        "a tuple",
+        "a list",
+        "twice",
+    ],
 )
 @pytest.mark.parametrize("strict", [True, False])
 def test_with_a_leaf_floats_follow_strict_as_in_torch(params, strict):
