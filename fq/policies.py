@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fq.checks import FLOATS
 from fq.layouts import Layout
@@ -216,12 +217,17 @@ def _guessed_roles(params: Mapping[str, Any]) -> dict[str, str]:
     return roles
 
 
+def _is_linear(owner: nn.Module) -> bool:
+    """Whether a module multiplies by its weight; torch marks those whose owner reads the weight itself."""
+    return isinstance(owner, nn.Linear) and not isinstance(owner, NonDynamicallyQuantizableLinear)
+
+
 def _module_roles(module: nn.Module) -> dict[str, str]:
     """Return the role of every parameter by the type of the module that owns it."""
     roles: dict[str, str] = {}
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     tied = {id(m.weight) for m in embeddings if "weight" in m._parameters}
-    counts = {m.num_embeddings for m in embeddings}
+    sizes = {(m.num_embeddings, m.embedding_dim) for m in embeddings}
     for path, owner in module.named_modules(remove_duplicate=False):
         for attribute, parameter in owner._parameters.items():
             if parameter is None:
@@ -229,9 +235,9 @@ def _module_roles(module: nn.Module) -> dict[str, str]:
             name = f"{path}.{attribute}" if path else attribute
             if isinstance(owner, nn.Embedding):
                 roles[name] = "embedding"
-            elif isinstance(owner, nn.Linear) and attribute == "weight":
-                last = path.rpartition(".")[2]
-                is_head = id(parameter) in tied or last in _HEADS or owner.out_features in counts
+            elif _is_linear(owner) and attribute == "weight":
+                last, size = path.rpartition(".")[2], (owner.out_features, owner.in_features)
+                is_head = id(parameter) in tied or last in _HEADS or (size in sizes and size[0] != size[1])
                 roles[name] = "head" if is_head else "router" if _is_router(name, parameter) else "matmul"
             elif parameter.ndim < 2:
                 roles[name] = "vector"

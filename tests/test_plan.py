@@ -182,7 +182,7 @@ def test_roles_come_from_module_types():
         "conv.bias": "vector",
         "attention.in_proj_weight": "MultiheadAttention",
         "attention.in_proj_bias": "vector",
-        "attention.out_proj.weight": "matmul",
+        "attention.out_proj.weight": "NonDynamicallyQuantizableLinear",
         "attention.out_proj.bias": "vector",
         "norm.weight": "LayerNorm",
         "norm.bias": "LayerNorm",
@@ -191,11 +191,41 @@ def test_roles_come_from_module_types():
         "gate.weight": "router",
         "out.weight": "head",
     }
-    assert plan.quantized == ("attention.out_proj.weight", "up.weight")
+    assert plan.quantized == ("up.weight",)
     assert plan["conv.weight"].reason == "Conv2d is kept by default"
     assert plan["gate.weight"].reason == "router is kept by default"
     assert "guess" not in str(plan)
     assert fq.plan(Model(), {"re:.*gate.*": I8, "out": I8}).quantized == ("gate.weight", "out.weight")
+
+
+def test_what_a_layout_quantizes_by_default_runs():
+    """Attention reads its projections itself: they stay as they are, and the layers around are quantized."""
+    net, x = (
+        nn.TransformerEncoderLayer(64, 2, 96, batch_first=True).requires_grad_(False),
+        torch.randn(2, 5, 64),
+    )
+    plan = fq.plan(net.eval(), I8)
+    assert plan.quantized == ("linear1.weight", "linear2.weight")
+    assert plan["self_attn.out_proj.weight"].reason == "NonDynamicallyQuantizableLinear is kept by default"
+    params = fq.quantize_params(dict(net.named_parameters()), plan)
+    want = torch.func.functional_call(net, fq.dequantize_params(params), (x,))
+    torch.testing.assert_close(fq.functional_call(net, params, (x,)), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_has_the_shape_of_an_embedding_and_not_only_its_count():
+    net = nn.ModuleDict(
+        {
+            "tokens": nn.Embedding(100, 64),
+            "positions": nn.Embedding(64, 64),
+            "up": nn.Linear(64, 100, bias=False),
+            "square": nn.Linear(64, 64, bias=False),
+            "down": nn.Linear(100, 64, bias=False),
+            "other": nn.Linear(32, 100, bias=False),
+        }
+    )
+    roles = {e.name: e.role for e in fq.plan(net, I8)}
+    assert roles["up.weight"] == "head"
+    assert {roles[f"{n}.weight"] for n in ("square", "down", "other")} == {"matmul"}
 
 
 def test_a_tied_head_is_a_head_whatever_its_size_or_name():
