@@ -43,13 +43,13 @@ from fq.qtensor import QTensor as QTensor
 from fq.qtensor import cat as cat
 from fq.qtensor import register_rule as register_rule
 from fq.qtensor import stack as stack
+from fq.summaries import sqnr as sqnr
+from fq.summaries import summary as summary
 from fq.transforms import combine as combine
 from fq.transforms import dequantize_params as dequantize_params
 from fq.transforms import fake_quantize_params as fake_quantize_params
 from fq.transforms import partition as partition
 from fq.transforms import quantize_params as quantize_params
-from fq.transforms import sqnr as sqnr
-from fq.transforms import summary as summary
 from fq.transforms import tree_stack as tree_stack
 from fq.transforms import tree_to as tree_to
 

@@ -144,6 +144,7 @@ def test_case_R1_donating_peaks_below_the_input_and_two_tensors():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the high-water mark where Linux keeps it")
 def test_the_peak_is_bounded_where_encoding_takes_much_room_and_only_when_donating():
     assert peak("mxfp4", "donate") < 2 * 4
+    assert peak("nvfp4", "donate") < 2 * 4
     assert peak("int4", "keep") > 20
 
 
