@@ -217,7 +217,7 @@ def bind(module: nn.Module, params: Mapping[str, Any]) -> Iterator[nn.Module]:
 
 
 def attach(module: nn.Module, params: Mapping[str, Any]) -> nn.Module:
-    """Bind `params` until `detach`, for code that wants a module; returns the module.
+    """Bind `params` until `detach`, for code that wants a module, such as torch.export; returns the module.
 
     Raises:
         KeyError: a name is no parameter. ValueError: something is attached already.
@@ -237,8 +237,19 @@ def attach(module: nn.Module, params: Mapping[str, Any]) -> nn.Module:
         )
     places, _ = _placed(_modules(module), params, True, "attach")
     module.__dict__[_ATTACHED] = _save(places)
-    _put(places)
+    _put(_as_parameters(places))
     return module
+
+
+def _as_parameters(places: list[Place]) -> list[Place]:
+    """Make parameters of plain tensors that will stand for some; torch.export and others insist."""
+    made: dict[int, nn.Parameter] = {}
+    out = []
+    for name, owner, attribute, value, here, home in places:
+        if type(value) is Tensor and isinstance(here, nn.Parameter) and value.grad_fn is None:
+            value = made.setdefault(id(value), nn.Parameter(value, value.requires_grad))
+        out.append((name, owner, attribute, value, here, home))
+    return out
 
 
 def detach(module: nn.Module) -> nn.Module:
@@ -263,9 +274,9 @@ def detach(module: nn.Module) -> nn.Module:
 
 def functional_call(
     module: nn.Module,
-    params: Mapping[str, Any],
+    params: dict[str, Any] | Sequence[dict[str, Any]],
     args: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
     *,
     tie_weights: bool = True,
     strict: bool = False,
@@ -274,11 +285,11 @@ def functional_call(
 
     The signature and semantics of torch.func.functional_call, and exactly its result where no leaf is
     quantized. The module is untouched: its state, parameter order and types are the same afterwards,
-    also when the forward raises.
+    also when the forward raises. Threads that call one module take turns.
 
     Args:
         module: any nn.Module.
-        params: name -> tensor or QTensor; names left out keep the module's own values.
+        params: name -> tensor or QTensor, or several such dicts; names left out keep their own values.
         args: the positional arguments: a tuple, or one value.
         kwargs: the keyword arguments.
         tie_weights: a value given for one tied name stands at every alias not given itself.
@@ -301,7 +312,7 @@ def functional_call(
         leaves = [p for p in places if is_leaf(p[3]) or is_leaf(p[4])]
         by_torch = not leaves or passed or strict or isinstance(module, _REFUSED)
         places, shared = (leaves, _shared(modules)) if by_torch else (places, [])
-        floats = {n: v for n, v in merged.items() if not is_leaf(v)} if merged else params
+        floats: Any = {n: v for n, v in merged.items() if not is_leaf(v)} if merged else params
         saved = _save(places)
         try:
             _put(places)

@@ -189,3 +189,31 @@ def test_a_compiled_call_of_nested_calls(ours_first):
         y = f(outer, b)
         for got, params in zip(y, (a, {**a, **b}, a), strict=True):
             close(got, want(net, params))
+
+
+@pytest.mark.parametrize("key", ["int8", "nvfp4"])
+def test_case_L4_export_with_the_parameters_as_inputs_or_attached(key):
+    """Exported for any batch; packed tensors are inputs, or constants of no more bytes."""
+    net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).requires_grad_(False)
+    params = [
+        fq.quantize_params({n: torch.randn_like(p) for n, p in net.named_parameters()}, fq.layout(key))
+        for _ in range(2)
+    ]
+
+    class Call(nn.Module):
+        def forward(self, p: dict[str, Any], x: Tensor) -> Tensor:
+            return fq.functional_call(net, p, x)
+
+    x, y = torch.randn(4, 64), torch.randn(9, 64)
+    shapes = torch.export.ShapesCollection()
+    shapes[x] = {0: torch.export.Dim("batch", min=2, max=64)}
+    program = torch.export.export(Call(), (params[0], x), dynamic_shapes=shapes)
+    assert not program.state_dict and not program.constants
+    for p in params:
+        close(program.module()(p, y), fq.functional_call(net, p, y))
+    fq.attach(net, params[0])
+    program = torch.export.export(net, (x,))
+    fq.detach(net)
+    held = [*program.state_dict.values(), *program.constants.values()]
+    assert sum(t.nbytes for t in held) == fq.summary(params[0]).nbytes
+    close(program.module()(x), fq.functional_call(net, params[0], x))

@@ -153,3 +153,14 @@ def test_one_module_under_two_names_has_one_weight(weights):
             fq.functional_call(net, {"0.weight": q, "2.weight": other}, x)
     assert list(net.state_dict()) == ["0.weight", "2.weight"]
     assert net[0].weight is inner.weight
+
+
+def test_attached_tensors_are_parameters_and_stay_tied(weights):
+    net, own = tied(third=True), nn.Parameter(torch.randn(20, 8))
+    fq.attach(net, {"embed.weight": weights[0], "head.weight": weights[0], "extra.weight": own})
+    assert isinstance(net.embed.weight, nn.Parameter) and net.extra.weight is own
+    assert net.embed.weight is net.head.weight
+    assert net.embed.weight.data_ptr() == weights[0].data_ptr() and not net.embed.weight.requires_grad
+    close(net(IDS), want(weights[0], weights[0], own))
+    fq.detach(net)
+    assert net.embed.weight is net.head.weight is net.extra.weight

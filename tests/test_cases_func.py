@@ -277,6 +277,23 @@ def test_case_N4_copies_of_a_parameter_dict(key):
     assert fq.tree_to(params, "meta")["w"].is_meta
 
 
+@pytest.mark.parametrize("key", KEYS)
+def test_case_N5_a_parameter_dict_prints_briefly_everywhere(key):
+    params = fq.quantize_params({"w": torch.randn(8, 64), "b": torch.randn(2)}, {"w": fq.layout(key)})
+    stacked, texts = fq.tree_stack([params, params]), []
+
+    def note(p):
+        texts.extend([str(p["w"]), str({"w": p["w"]})])
+        return fq.linear(torch.ones(1, 64), p["w"])
+
+    note(params)
+    note(fq.tree_to(params, "meta"))
+    torch.vmap(note)(stacked)
+    torch.func.grad(lambda x, p: (note(p) * x).sum())(torch.ones(8), params)
+    assert len(texts) == 8 and max(map(len, texts)) < 400
+    assert all("(8, 64)" in t and key in t for t in texts)
+
+
 # --- P: bias ---
 
 
