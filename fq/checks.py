@@ -74,6 +74,23 @@ def _check_children(what: str, q: QTensor) -> None:
             raise ValueError(f"{what}: {name} of {layout.key} must be a QTensor, got a tensor")
         elif name == "scale" and child.dtype != (wanted := scales.stored_dtype(layout.scale)):
             raise ValueError(f"{what}: scale of {layout.key} must be {wanted}, got {child.dtype}")
-        shape = tuple(child.shape[-2:]) if data.ndim > 1 else (1, *child.shape)
-        if shape != grid:
-            raise ValueError(f"{what}: {name} of {layout.key} must be a block grid of {grid}, got {shape}")
+        elif name == "zero_point" and child.dtype.is_floating_point != (kind == "float"):
+            raise ValueError(f"{what}: zero_point of {layout.key} must be {kind}, got {child.dtype}")
+        wanted_shape = (*data.shape[:-2], *grid) if data.ndim > 1 else grid[1:]
+        if tuple(child.shape) != wanted_shape:
+            raise ValueError(
+                f"{what}: {name} of {layout.key} must be a block grid of {wanted_shape}, "
+                f"got {tuple(child.shape)}"
+            )
+    for name, child, width in (
+        ("input_scale", q.input_scale, 1),
+        ("pre_scale", q.pre_scale, size),
+        ("perm", q.perm, size),
+    ):
+        if child is None:
+            continue
+        wanted_shape = (*data.shape[:-2], 1, width) if data.ndim > 1 else (width,)
+        if tuple(child.shape) != wanted_shape:
+            raise ValueError(f"{what}: {name} must have shape {wanted_shape}, got {tuple(child.shape)}")
+        if (name == "perm") != (child.dtype == torch.int64):
+            raise ValueError(f"{what}: {name} is {child.dtype}; perm is int64, the scales are floats")

@@ -192,10 +192,11 @@ def quantize_activation(x: Tensor, q: QTensor) -> QTensor:
     assert act is not None
     if q.input_scale is None:
         return quantize_matrix(x, act)
+    scale = q.input_scale.detach()  # straight-through: a static scale has no gradient
     if isinstance(act.scale, Layout):
-        return quantize_matrix(x, act, outer_scale=q.input_scale)
+        return quantize_matrix(x, act, outer_scale=scale)
     shape = block.grid((x.shape[-2], x.shape[-1]), act.block)
-    return quantize_matrix(x, act, scale=q.input_scale.expand(*x.shape[:-2], *shape))
+    return quantize_matrix(x, act, scale=scale.expand(*x.shape[:-2], *shape))
 
 
 def leaf_gradients(q: QTensor, g: Tensor) -> list[Tensor | None]:

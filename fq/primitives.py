@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fq import autograd
 from fq.backends.registry import requested
-from fq.checks import check_float, check_qtensor
+from fq.checks import FLOATS, check_float, check_qtensor
 from fq.layouts import Layout, block
+from fq.layouts.layout import changed
 from fq.layouts.storage import CANONICAL
 from fq.qtensor import QTensor
 from fq.spec import canonical_leaf, from_leaves, spec_of, to_leaves
@@ -73,8 +74,14 @@ def quantize(
         raise ValueError(
             "quantize: expected at least one dimension, got a 0-dimensional tensor; reshape it to (1,)"
         )
+    if isinstance(inner, bool) or not isinstance(inner, int):
+        raise TypeError(f"quantize: inner must be an int, got {inner!r}")
     if not 1 <= inner <= x.ndim:
         raise ValueError(f"quantize: inner={inner} trailing dimensions, but x has {x.ndim}")
+    if noise is not None:
+        check_float("quantize", "noise", noise)
+    if x.ndim == inner and layout.axis == -2:  # a vector is one row, whichever way it lies
+        layout = changed(layout.key, axis=-1)
     x, noise = x.detach(), None if noise is None else noise.detach()
     if noise is not None and noise.shape != x.shape:
         raise ValueError(f"quantize: noise must have x's shape {tuple(x.shape)}, got {tuple(noise.shape)}")
@@ -130,8 +137,11 @@ def _grid(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -
     """Return a given scale or zero point as a detached grid of `shape`."""
     if value is None:
         return None
-    if not isinstance(value, Tensor):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         value = torch.tensor(float(value), dtype=torch.float32, device=device)
+    if not isinstance(value, Tensor) or value.is_complex():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"quantize: {name} must be a real tensor or a number, got {got}")
     value = value.detach()
     if value.ndim <= 1 and value.numel() == 1:
         return value.reshape((1,) * len(shape)).expand(shape)
@@ -161,6 +171,8 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: str = "
     """
     check_qtensor("dequantize", q)
     dtype = q.dtype if dtype is None else dtype
+    if dtype not in FLOATS:
+        raise TypeError(f"dequantize: dtype must be float32, bfloat16, float16 or float64, got {dtype!r}")
     q = canonical_leaf(q)
     vector = q.data.ndim == 1
     if vector:
@@ -236,6 +248,11 @@ def fake_quantize(
         raise TypeError(f"fake_quantize: expected a Layout, got {layout!r}")
     if x.ndim == 0:
         raise ValueError("fake_quantize: expected at least one dimension, got a 0-dimensional tensor")
+    for name, value in (("scale", scale), ("zero_point", zero_point)):
+        if value is not None:
+            check_float("fake_quantize", name, value)
+    if x.ndim == 1 and layout.axis == -2:
+        layout = changed(layout.key, axis=-1)
     matrix = _stored_matrix(x, layout.axis, 1)
     shape = (*matrix.shape[:-2], *block.grid((matrix.shape[-2], matrix.shape[-1]), layout.block))
     if (zero_point is not None) != (scale is not None and layout.zero_point is not None):

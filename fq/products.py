@@ -108,37 +108,45 @@ def _contract(what: str, x: Tensor, q: QTensor, bias: Tensor | None, adjoint: bo
         raise ValueError(
             f"{what}: x has K={got}, q was quantized with K={size} ({q.layout.key}, shape {tuple(q.shape)})"
         )
-    adjusted = q.perm is not None or q.pre_scale is not None
-    if x.ndim == q.data.ndim == 2 and not adjusted:
+    if x.device != q.data.device or (bias is not None and bias.device != x.device):
+        raise ValueError(
+            f"{what}: x is on {x.device}, q on {q.data.device}; bring x, q and bias to one device"
+        )
+    if q.perm is not None or q.pre_scale is not None:
+        return _contract_adjusted(what, x, q, bias, adjoint, backend)
+    if x.ndim == q.data.ndim == 2:
         return _call(x, q, bias, adjoint, backend)
-    if adjusted and not adjoint:
-        x = _match_columns(x, q)
-    plain = replace(q, perm=None, pre_scale=None) if adjusted else q
-    late = adjusted and adjoint  # the kernel's columns, and so the bias, are not yet in place
     if q.data.ndim == 2:
-        rows = x.reshape(prod(x.shape[:-1]), size)
-        y = _call(rows, plain, None if late else bias, adjoint, backend)
-        y = y.reshape(*x.shape[:-1], out)
-    else:
-        y = _batched(what, x, plain, adjoint, backend)
-    if late:
+        return _call(x.reshape(prod(x.shape[:-1]), size), q, bias, adjoint, backend).reshape(
+            *x.shape[:-1], out
+        )
+    return _batched(what, x, q, adjoint, backend)
+
+
+def _contract_adjusted(
+    what: str, x: Tensor, q: QTensor, bias: Tensor | None, adjoint: bool, backend: str
+) -> Tensor:
+    """Contract with q's `perm` and `pre_scale` applied to the activation, in float32, rounding once."""
+    plain = replace(q, perm=None, pre_scale=None)
+    rows = x.unsqueeze(0) if x.ndim == 1 else x
+    if adjoint:
+        y = _contract(what, rows.to(torch.float32), plain, None, True, backend)
         y = _unpermute(y, q.perm)
         y = y if q.pre_scale is None else y / q.pre_scale.to(torch.float32)
-        y = (y if bias is None else y.to(torch.float32) + bias.to(torch.float32)).to(x.dtype)
-    return y
+        y = y if bias is None else y + bias.to(torch.float32)
+    else:
+        y = _contract(what, _match_columns(rows.to(torch.float32), q), plain, bias, False, backend)
+    return (y.squeeze(-2) if x.ndim == 1 else y).to(x.dtype)
 
 
 def _match_columns(x: Tensor, q: QTensor) -> Tensor:
     """Divide x by pre_scale and put its columns in stored order."""
-    rows = x if x.ndim > 1 or q.data.ndim == 2 else x.unsqueeze(0)
     if q.pre_scale is not None:
-        scale = q.pre_scale if rows.ndim > 1 else q.pre_scale.squeeze(-2)
-        rows = (rows / scale.to(torch.float32)).to(x.dtype)
-    if q.perm is not None:
-        perm = q.perm if rows.ndim > 1 else q.perm.squeeze(-2)
-        lead = torch.broadcast_shapes(rows.shape[:-1], perm.shape[:-1])
-        rows = torch.gather(rows.expand(*lead, -1), -1, perm.expand(*lead, -1))
-    return rows
+        x = x / q.pre_scale.to(torch.float32)
+    if q.perm is None:
+        return x
+    lead = torch.broadcast_shapes(x.shape[:-1], q.perm.shape[:-1])
+    return torch.gather(x.expand(*lead, -1), -1, q.perm.expand(*lead, -1))
 
 
 def _batched(what: str, x: Tensor, q: QTensor, adjoint: bool, backend: str) -> Tensor:
@@ -209,6 +217,8 @@ def embedding(ids: Tensor, q: QTensor, *, backend: str = "auto") -> Tensor:
         raise TypeError(
             f"embedding: ids must be int64 or int32, got {getattr(ids, 'dtype', type(ids).__name__)}"
         )
+    if ids.device != q.device:
+        raise ValueError(f"embedding: ids are on {ids.device}, q on {q.device}; bring both to one device")
     if q.ndim != 2 or q.layout.axis != -1 or q.data.ndim != 2:
         raise ValueError(
             f"embedding: expected rows (V, D) packed along D, got {q.layout.key} of {tuple(q.shape)}"
@@ -222,7 +232,7 @@ def embedding(ids: Tensor, q: QTensor, *, backend: str = "auto") -> Tensor:
     )
     if adjusted:
         out = _unpermute(out, None if q.perm is None else q.perm.squeeze(0))
-        out = (out if q.pre_scale is None else out / q.pre_scale.to(torch.float32)).to(q.dtype)
+        out = (out if q.pre_scale is None else out / q.pre_scale.squeeze(-2).to(torch.float32)).to(q.dtype)
     return out
 
 

@@ -225,6 +225,8 @@ class QTensor:
         return indexing.split(self, split_size, dim)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[QTensor, ...]:
+        if chunks < 1:
+            raise ValueError(f"chunk: expected at least one chunk, got {chunks}")
         size = self.shape[dim]
         return self.split(-(-size // chunks), dim) if size else (self,) * chunks
 
@@ -298,6 +300,30 @@ class QTensor:
 
     def __rmatmul__(self, other: Any) -> Any:
         return apply_rule(QTensor, torch.matmul, (other, self), None)
+
+    def __add__(self, other: Any) -> Any:
+        return apply_rule(QTensor, torch.add, (self, other), None)
+
+    def __sub__(self, other: Any) -> Any:
+        return apply_rule(QTensor, torch.sub, (self, other), None)
+
+    def __mul__(self, other: Any) -> Any:
+        return apply_rule(QTensor, torch.mul, (self, other), None)
+
+    def __truediv__(self, other: Any) -> Any:
+        return apply_rule(QTensor, torch.div, (self, other), None)
+
+    def __neg__(self) -> Any:
+        return apply_rule(QTensor, torch.neg, (self,), None)
+
+    def __radd__(self, other: Any) -> Any:
+        return apply_rule(QTensor, torch.add, (other, self), None)
+
+    def __rsub__(self, other: Any) -> Any:
+        return apply_rule(QTensor, torch.sub, (other, self), None)
+
+    def __rmul__(self, other: Any) -> Any:
+        return apply_rule(QTensor, torch.mul, (other, self), None)
 
 
 def _is_float8(child: Any) -> bool:

@@ -223,6 +223,9 @@ def tree_stack(trees: Sequence[Params]) -> dict[str, Any]:
     """
     if not trees:
         raise ValueError("tree_stack: expected at least one tree")
+    for tree in trees:
+        if not isinstance(tree, Mapping):
+            raise TypeError(f"tree_stack: expected parameter dicts, got {type(tree).__name__}; see fq.stack")
     names = list(trees[0])
     for tree in trees[1:]:
         if set(tree) != set(names):

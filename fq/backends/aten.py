@@ -179,6 +179,12 @@ register_storage("aten_cpu", Hook(_int4_accepts, _int4_prepack, _int4_canonical,
 # --- int8 ---
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """Return x dense and on a vector boundary; the int8 kernel crashes on others."""
+    dense = x.stride(-1) == 1 and x.is_contiguous() and x.data_ptr() % 64 == 0
+    return x if dense else x.clone(memory_format=torch.contiguous_format)
+
+
 @_operator(
     "aten_int8_mm(Tensor x, Tensor data, Tensor scale) -> Tensor",
     lambda x, data, scale: ((*x.shape[:-1], data.shape[-2]), x.dtype),
@@ -189,7 +195,7 @@ def _int8_mm(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
         return x.new_zeros((x.shape[0], data.shape[0]))
     if x.dtype == torch.float32 and x.shape[0] > _FEW:
         return (x @ data.to(torch.float32).mT) * scale.mT
-    return torch.ops.aten._weight_int8pack_mm(x.contiguous(), data, scale.reshape(-1))
+    return torch.ops.aten._weight_int8pack_mm(_aligned(x), data, scale.reshape(-1))
 
 
 @_operator(
@@ -199,7 +205,7 @@ def _int8_mm(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
 )
 def _int_mm(x: Tensor, data: Tensor) -> Tensor:
     if x.shape[0] <= _FEW or torch.cpu._is_vnni_supported():
-        return torch._int_mm(x.contiguous(), data.mT)
+        return torch._int_mm(_aligned(x), data.mT)
     total = torch.zeros((x.shape[0], data.shape[0]), dtype=torch.int32)
     for a, b in zip(
         x.split(1024, 1), data.split(1024, 1), strict=True

@@ -82,7 +82,8 @@ def linear_adjoint(x: Tensor, q: QTensor, bias: Tensor | None = None) -> Tensor:
 def _exact_integers(a: QTensor, q: QTensor) -> bool:
     """Whether both sides are plain integers with one scale per row, so that int32 sums are exact."""
     for t in (a, q):
-        plain = isinstance(t.layout.element, Int) and t.zero_point is None and t.layout.block[1] == -1
+        rows, cols = t.layout.block
+        plain = isinstance(t.layout.element, Int) and t.zero_point is None and rows in (1, -1) and cols == -1
         if not plain or isinstance(t.layout.scale, Layout):
             return False
     return True

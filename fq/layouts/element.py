@@ -255,6 +255,8 @@ class Codebook:
         ascending = all(low < high for low, high in pairwise(self.values))
         if not (2 <= len(self.values) <= 256 and ascending and all(map(math.isfinite, self.values))):
             raise ValueError(f"Codebook: expected 2 to 256 ascending values, got {self.values!r}")
+        if any(v and not 2.0**-100 <= abs(v) <= 2.0**100 for v in self.values):
+            raise ValueError(f"Codebook: expected magnitudes of 2**-100 to 2**100, got {self.values!r}")
 
     @property
     def name(self) -> str:

@@ -71,8 +71,14 @@ class Layout:
         if not (self.act is None or isinstance(self.act, Layout)):
             raise TypeError(f"Layout: act must be a Layout or None, got {self.act!r}")
         for part in (self.scale, self.zero_point, self.act):
-            if isinstance(part, Layout) and (part.act is not None or part.axis != -1):
-                raise ValueError(f"Layout: a nested layout has no act and axis -1, got {part.key}")
+            if isinstance(part, Layout) and (
+                part.act is not None or part.axis != -1 or part.storage != CANONICAL
+            ):
+                raise ValueError(
+                    f"Layout: a nested layout is canonical, with axis -1 and no act, got {part.key}"
+                )
+        if isinstance(self.scale, Layout) and self.scale.zero_point is not None:
+            raise ValueError(f"Layout: quantized scales have no zero point, got {self.scale.key}; use ':sym'")
         if self.rule is None:
             _set(self, "rule", scales.default_rule(self.element, self.scale, self.zero_point))
         scales.check_rule(str(self.rule), self.element, self.scale, self.zero_point)

@@ -90,34 +90,38 @@ def parse(text: str, make: Any) -> Any:
     name, *options = _split(body, ":")
     kind, block, scale, zero_point = _head(name)
     axis, storage, rule = -1, CANONICAL, None
+    seen: set[str] = set()
     for option in options:
-        if match := re.fullmatch(r"g(\d+)", option):
+        part = "block"
+        if match := re.fullmatch(r"g([0-9]+)", option):
             block = (1, int(match[1]))
         elif option in ("row", "token"):
             block = (1, -1)
         elif option == "tensor":
             block = (-1, -1)
-        elif match := re.fullmatch(r"block(-?\d+)x(-?\d+)", option):
+        elif match := re.fullmatch(r"block(-?[0-9]+)x(-?[0-9]+)", option):
             block = (int(match[1]), int(match[2]))
         elif option in _ZEROS:
-            zero_point = _ZEROS[option]
-        elif match := re.fullmatch(r"(scale|zp)=\((.*)\)", option):
-            if match[1] == "scale":
-                scale = match[2]
-            else:
-                zero_point = parse(match[2], make)
+            zero_point, part = _ZEROS[option], "zero point"
+        elif match := re.fullmatch(r"scale=\((.*)\)", option):
+            scale, part = match[1], "scale"
+        elif match := re.fullmatch(r"zp=\((.*)\)", option):
+            zero_point, part = parse(match[1], make), "zero point"
         elif option.startswith("scale="):
-            scale = scales.dtype_of(option.removeprefix("scale="))
+            scale, part = scales.dtype_of(option.removeprefix("scale=")), "scale"
         elif option == "axis-2":
-            axis = -2
+            axis, part = -2, "axis"
         elif option in scales.RULES:
-            rule = option
+            rule, part = option, "rule"
         elif option in STORAGES:
-            storage = option
+            storage, part = option, "storage"
         else:
             known = ("g32", "row", "token", "tensor", "block128x128", *_ZEROS, "axis-2", "scale=DTYPE")
             names = ", ".join((*known, *scales.RULES, *STORAGES))
             raise ValueError(f"layout: unknown option {option!r} in {text!r}; known are {names}")
+        if part in seen:
+            raise ValueError(f"layout: {text!r} says its {part} twice")
+        seen.add(part)
     if isinstance(scale, str) and scale != scales.E8M0:
         scale = parse(scale, make)
     act = parse(acts[0], make) if acts else None
