@@ -217,7 +217,7 @@ def test_case_H6_group_sizes_that_are_no_integers(size):
         ("int4:block8", "unknown option 'block8'"),
         ("int4:block0x8", "block: expected -1"),
         ("int4@int8@int8", "at most one '@'"),
-        ("int4@int8:axis-2", "a nested layout has no act and axis -1"),
+        ("int4@int8:axis-2", "a nested layout is canonical, with axis -1 and no act"),
         ("int4:scale=float64", "scale: expected one of .*got 'float64'"),
         ("int4:scale=(fp8:tensor", "unbalanced parentheses"),
         ("int4:scale=(int8@int8)", "a nested layout has no act"),
