@@ -80,7 +80,7 @@ def quantize(
         raise ValueError(f"quantize: inner={inner} trailing dimensions, but x has {x.ndim}")
     if noise is not None:
         check_float("quantize", "noise", noise)
-    if x.ndim == inner and layout.axis == -2:  # a vector is one row, whichever way it lies
+    if x.ndim == inner == 1 and layout.axis == -2:  # a vector is one row, whichever way it lies
         layout = changed(layout.key, axis=-1)
     x, noise = x.detach(), None if noise is None else noise.detach()
     if noise is not None and noise.shape != x.shape:

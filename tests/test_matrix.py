@@ -202,7 +202,6 @@ def test_eager(key, backend, storage):
 QUICK = {
     ("int8", "aten", "canonical"),
     ("int4:g32", "aten", "prepacked"),
-    ("mxfp4", "reference", "canonical"),
 }
 
 
