@@ -23,8 +23,7 @@ _CONFLICT: Any = object()
 _REFUSED = (nn.DataParallel, torch.jit.ScriptModule)  # by torch.func.functional_call
 _TURNS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
-# name, owner, attribute, value, what stands there now, and in which of the owner's dicts
-Place = tuple[str, nn.Module, str, Any, Any, str]
+Place = tuple[str, nn.Module, str, str, Any]  # name, owner, attribute, which dict of the owner, value
 
 
 def is_leaf(value: Any) -> bool:
@@ -56,16 +55,20 @@ def _find(owners: dict[str, Any], name: str) -> tuple[Any, str]:
     return owners[path], name[cut:]
 
 
-def _standing(owner: Any, attribute: str) -> tuple[Any, str]:
-    """Return what stands at an attribute, and in which of the owner's dicts: "" where it is no tensor."""
+def _home(owner: Any, attribute: str) -> str:
+    """Return the name of the owner's dict in which a tensor or leaf stands, "" where none does."""
     if owner is None:
-        return None, ""
+        return ""
     if attribute in owner._parameters:
-        return owner._parameters[attribute], "_parameters"
+        return "_parameters"
     if attribute in owner._buffers:
-        return owner._buffers[attribute], "_buffers"
-    here = owner.__dict__.get(attribute)
-    return (here, "__dict__") if isinstance(here, (*LEAF_TYPES, Tensor)) else (None, "")
+        return "_buffers"
+    return "__dict__" if isinstance(owner.__dict__.get(attribute), (*LEAF_TYPES, Tensor)) else ""
+
+
+def _is_bound(owner: nn.Module, attribute: str, home: str) -> bool:
+    """Whether a leaf stands there."""
+    return home == "__dict__" and is_leaf(owner.__dict__[attribute])
 
 
 def _identity(value: Any) -> Any:
@@ -87,60 +90,71 @@ def _placed(
     """
     owners: dict[str, Any] = dict(modules)
     places: dict[tuple[int, str], Place] = {}
-    given: dict[Any, Any] = {}  # what stands there now -> the value that replaces it
-    passed = shadowing = False
+    passed = False
     for name, value in values.items():
         owner, attribute = _find(owners, name)
-        (here, home), leaf = _standing(owner, attribute), is_leaf(value)
+        home, leaf = _home(owner, attribute), is_leaf(value)
         known = home != "" and not (leaf and home == "_buffers")
+        slot = (id(owner), attribute)
+        other = places[slot][4] if slot in places else value
         if lenient and not leaf and not (known and isinstance(value, Tensor)):
             passed = True
-            continue
-        if not known:
+        elif not known:
             raise KeyError(f"{what}: {name!r} is no parameter of {type(modules[0][1]).__name__}")
-        slot, key = (id(owner), attribute), _identity(here)
-        other = places[slot][3] if slot in places else value
-        tied = given.get(key, value)
-        if lenient and not (leaf or is_leaf(other) or is_leaf(tied)) and not (value is other is tied):
+        elif other is value:
+            places[slot] = (name, owner, attribute, home, value)
+        elif lenient and not leaf and not is_leaf(other):
             passed = True
-            continue
-        if other is not value:
+        else:
             raise ValueError(
                 f"{what}: {name!r} and another name are one parameter; they got different values"
             )
-        places[slot] = (name, owner, attribute, value, here, home)
-        if tied is _CONFLICT or (tied is not value and leaf == is_leaf(tied)):
-            given[key] = _CONFLICT
-        elif here is not None and (leaf or not is_leaf(tied)):  # further aliases take a leaf before a float
-            given[key] = value
-        shadowing = shadowing or home == "__dict__"
-    if tie:
-        for name, owner, attribute, here, home in _aliases(modules, given, shadowing):
-            if name in values or (id(owner), attribute) in places:
-                continue
-            value = given[_identity(here)]
-            if value is _CONFLICT:
-                raise ValueError(f"{what}: {name!r} is tied to names of different values; give it too")
-            places[id(owner), attribute] = (name, owner, attribute, value, here, home)
-    return list(places.values()), passed
+    if not tie:
+        return list(places.values()), passed
+    others = [o for o in _others(modules, values, places) if (id(o[1]), o[2]) not in places]
+    aliases, contradictory = _aliases(list(places.values()), others, what)
+    return [*places.values(), *aliases], passed or contradictory
+
+
+def _others(
+    modules: list[tuple[str, nn.Module]], names: Mapping[str, Any], places: Mapping[Any, Place]
+) -> list[tuple[str, nn.Module, str, str]]:
+    """Return (name, owner, attribute, dict) of all that is not named and may be tied to what is placed."""
+    found = [(path + a, owner, a, "_parameters") for path, owner in modules for a in owner._parameters]
+    homes = {place[3] for place in places.values()}
+    if "_buffers" in homes:
+        found += [(path + a, owner, a, "_buffers") for path, owner in modules for a in owner._buffers]
+    if "__dict__" in homes:
+        for path, owner in modules:
+            found += [(path + a, owner, a, "__dict__") for a, v in owner.__dict__.items() if is_leaf(v)]
+    return [other for other in found if other[0] not in names]
 
 
 def _aliases(
-    modules: list[tuple[str, nn.Module]], given: Mapping[Any, Any], shadowing: bool
-) -> list[tuple[str, nn.Module, str, Any, str]]:
-    """Return (name, owner, attribute, what, where) of all places in which one of `given` stands."""
-    found: list[tuple[str, nn.Module, str, Any, str]] = []
-    for path, owner in modules:
-        for a, here in owner._parameters.items():
-            if _identity(here) in given:
-                found.append((path + a, owner, a, here, "_parameters"))
-        for a, here in owner._buffers.items():
-            if here in given:
-                found.append((path + a, owner, a, here, "_buffers"))
-        if shadowing:
-            leaves = [(a, v) for a, v in owner.__dict__.items() if is_leaf(v) and v in given]
-            found += [(path + a, owner, a, here, "__dict__") for a, here in leaves]
-    return found
+    places: list[Place], others: list[tuple[str, nn.Module, str, str]], what: str
+) -> tuple[list[Place], bool]:
+    """Return places for those of `others` that are tied to given ones, and whether tied floats contradict."""
+    given: dict[Any, Any] = {}  # what stands at the places now -> the value that replaces it
+    contradictory = False
+    for _, owner, attribute, home, value in places:
+        here, leaf = getattr(owner, home)[attribute], is_leaf(value)
+        if here is None:
+            continue
+        tied = given.get(_identity(here), value)
+        if tied is _CONFLICT or (tied is not value and leaf == is_leaf(tied)):
+            given[_identity(here)] = _CONFLICT
+            contradictory = contradictory or not leaf
+        elif leaf or not is_leaf(tied):  # a leaf goes before a float
+            given[_identity(here)] = value
+    found = []
+    for name, owner, attribute, home in others:
+        here = getattr(owner, home)[attribute]
+        value = None if here is None else given.get(_identity(here))
+        if value is _CONFLICT:
+            raise ValueError(f"{what}: {name!r} is tied to names of different values; give it too")
+        if value is not None:
+            found.append((name, owner, attribute, home, value))
+    return found, contradictory
 
 
 # --- putting and restoring ---
@@ -149,25 +163,24 @@ def _aliases(
 def _save(places: list[Place]) -> list[Any]:
     """Return what `_restore` needs: per owner its parameters in order, and what stands at each attribute."""
     saved: dict[int, Any] = {}
-    for _, owner, attribute, _, here, home in places:
+    for _, owner, attribute, home, _ in places:
         if id(owner) not in saved:
             saved[id(owner)] = (owner, dict(owner._parameters), {})
-        saved[id(owner)][2][attribute] = (here, home)
+        here = None if home == "_parameters" else getattr(owner, home)[attribute]
+        saved[id(owner)][2][attribute] = (home, here)
     return list(saved.values())
 
 
 def _put(places: list[Place]) -> None:
-    for _, owner, attribute, value, here, home in places:
+    for _, owner, attribute, home, value in places:
         if is_leaf(value):
             owner._parameters.pop(attribute, None)
             owner.__dict__[attribute] = value
-        elif is_leaf(here):
+        elif _is_bound(owner, attribute, home):
             del owner.__dict__[attribute]
             owner._parameters[attribute] = value
-        elif home == "__dict__":
-            owner.__dict__[attribute] = value
         else:
-            (owner._buffers if home == "_buffers" else owner._parameters)[attribute] = value
+            getattr(owner, home)[attribute] = value
 
 
 def _restore(saved: list[Any]) -> None:
@@ -176,7 +189,7 @@ def _restore(saved: list[Any]) -> None:
         parameters.update({a: p for a, p in owner._parameters.items() if a not in attributes})
         owner._parameters.clear()
         owner._parameters.update(parameters)
-        for attribute, (here, home) in attributes.items():
+        for attribute, (home, here) in attributes.items():
             owner.__dict__.pop(attribute, None)
             if home == "_buffers":
                 owner._buffers[attribute] = here
@@ -245,10 +258,10 @@ def _as_parameters(places: list[Place]) -> list[Place]:
     """Make parameters of plain tensors that will stand for some; torch.export and others insist."""
     made: dict[int, nn.Parameter] = {}
     out = []
-    for name, owner, attribute, value, here, home in places:
-        if type(value) is Tensor and isinstance(here, nn.Parameter) and value.grad_fn is None:
+    for name, owner, attribute, home, value in places:
+        if type(value) is Tensor and home == "_parameters" and value.grad_fn is None:
             value = made.setdefault(id(value), nn.Parameter(value, value.requires_grad))
-        out.append((name, owner, attribute, value, here, home))
+        out.append((name, owner, attribute, home, value))
     return out
 
 
@@ -309,7 +322,7 @@ def functional_call(
     with _turn(module):
         merged, modules = _merged(params), _modules(module)
         places, passed = _placed(modules, merged, tie_weights, "functional_call", lenient=True)
-        leaves = [p for p in places if is_leaf(p[3]) or is_leaf(p[4])]
+        leaves = [p for p in places if is_leaf(p[4]) or _is_bound(p[1], p[2], p[3])]
         by_torch = not leaves or passed or strict or isinstance(module, _REFUSED)
         places, shared = (leaves, _shared(modules)) if by_torch else (places, [])
         floats: Any = {n: v for n, v in merged.items() if not is_leaf(v)} if merged else params
@@ -351,7 +364,9 @@ def _shared(modules: list[tuple[str, nn.Module]]) -> list[Any]:
 
 def _assigned(places: list[Place]) -> dict[str, Any]:
     """Return what stands where a float was put, after a forward that may have assigned to it."""
-    return {name: _standing(owner, a)[0] for name, owner, a, value, _, _ in places if not is_leaf(value)}
+    floats = [(name, owner, attribute) for name, owner, attribute, _, value in places if not is_leaf(value)]
+    homes = [(name, owner, attribute, _home(owner, attribute)) for name, owner, attribute in floats]
+    return {name: getattr(owner, home)[attribute] for name, owner, attribute, home in homes if home}
 
 
 def _write_back(given: dict[str, Any], after: Mapping[str, Any], shared: list[Any]) -> None:

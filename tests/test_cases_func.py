@@ -284,7 +284,7 @@ def test_case_N5_a_parameter_dict_prints_briefly_everywhere(key):
 
     def note(p):
         texts.extend([str(p["w"]), str({"w": p["w"]})])
-        return fq.linear(torch.ones(1, 64), p["w"])
+        return fq.linear(torch.ones(1, 64, device=p["w"].device), p["w"])
 
     note(params)
     note(fq.tree_to(params, "meta"))
