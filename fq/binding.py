@@ -101,6 +101,8 @@ def _placed(
             passed = True
         elif not known:
             raise KeyError(f"{what}: {name!r} is no parameter of {type(modules[0][1]).__name__}")
+        elif not leaf and not isinstance(value, Tensor | None):
+            raise TypeError(f"{what}: {name!r} must be a tensor or a QTensor, got {type(value).__name__}")
         elif other is value:
             places[slot] = (name, owner, attribute, home, value)
         elif lenient and not leaf and not is_leaf(other):

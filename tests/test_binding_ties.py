@@ -119,6 +119,33 @@ def test_an_alias_of_names_that_got_different_values_must_be_given_too(weights):
         close(fq.functional_call(net, params, IDS), want(q, w, q))  # a leaf goes before a float
 
 
+@pytest.mark.parametrize("leaf", [False, True])
+def test_floats_that_contradict_are_refused_as_by_torch(leaf, weights):
+    """Where a third name is tied too, torch.func.functional_call raises a KeyError about it."""
+    net, (w, q, _) = tied(third=True), weights
+    net.other = nn.Linear(8, 20, bias=False)
+    two = {"embed.weight": w, "head.weight": w + 1, **({"other.weight": q} if leaf else {})}
+    three = {**two, "extra.weight": w - 1}
+    with pytest.raises(ValueError, match="got multiple values for keys.*Consider using tie_weights=False"):
+        fq.functional_call(net, three, IDS)
+    close(fq.functional_call(net, three, IDS, tie_weights=False), want(w, w + 1, w - 1))
+    with fq.bind(net, three):
+        close(net(IDS), want(w, w + 1, w - 1))
+    for call in (lambda: fq.functional_call(net, two, IDS), fq.bind(net, two).__enter__):
+        with pytest.raises(
+            ValueError, match=r"'extra\.weight' is tied to names of different values; give it"
+        ):
+            call()
+    assert net.embed.weight is net.head.weight is net.extra.weight
+
+
+def test_what_is_no_tensor_is_refused():
+    net = tied()
+    with pytest.raises(TypeError, match=r"bind: 'head\.weight' must be a tensor or a QTensor, got float"):
+        fq.bind(net, {"head.weight": 3.0}).__enter__()
+    assert net.embed.weight is net.head.weight
+
+
 def test_a_nested_call_replaces_a_tied_leaf_at_every_name(weights):
     net, (w, q, p) = tied(), weights
     with fq.bind(net, {"embed.weight": q}):
