@@ -49,9 +49,10 @@ def linear(x: Tensor, q: QTensor, bias: Tensor | None = None, *, backend: str = 
     if bias is not None:
         check_float("linear", "bias", bias)
         size = q.inner[0] if adjoint else q.data.shape[-2]
-        if bias.ndim > 1 or bias.numel() not in (1, size):
-            raise ValueError(f"linear: bias must have shape ({size},), got {tuple(bias.shape)}")
-        bias = bias if bias.shape == (size,) else bias.expand(size)
+        if bias.shape != (size,):
+            if bias.ndim > 1 or bias.numel() != 1:
+                raise ValueError(f"linear: bias must have shape ({size},), got {tuple(bias.shape)}")
+            bias = bias.expand(size)
     return _contract("linear", x, q, bias, adjoint, requested(backend))
 
 
