@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import atexit
 import functools
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 torch.set_num_threads(2)
+# A cache of this run's own: one left by a run that was killed can hold half a file, and breaks later ones.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fq-inductor-")
+atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
