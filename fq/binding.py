@@ -325,21 +325,26 @@ def functional_call(
         merged, modules = _merged(params), _modules(module)
         places, passed = _placed(modules, merged, tie_weights, "functional_call", lenient=True)
         leaves = [p for p in places if is_leaf(p[4]) or _is_bound(p[1], p[2], p[3])]
+        floats: Any = params
+        shared: list[Any] = []
         by_torch = not leaves or passed or strict or isinstance(module, _REFUSED)
-        places, shared = (leaves, _shared(modules)) if by_torch else (places, [])
-        floats: Any = {n: v for n, v in merged.items() if not is_leaf(v)} if merged else params
+        if by_torch:  # its results where there are no leaves, and its errors
+            places, shared = leaves, _shared(modules)
+            floats = {n: v for n, v in merged.items() if not is_leaf(v)} if merged else params
         saved = _save(places)
         try:
             _put(places)
-            if by_torch:  # its results without leaves, and its errors with them
+            if by_torch:
                 return torch.func.functional_call(
                     module, floats, args, kwargs, tie_weights=tie_weights, strict=strict
                 )
             args = () if args is None else args if isinstance(args, tuple) else (args,)
             return module(*args, **(kwargs or {}))
         finally:
-            if merged:
-                _write_back(merged, floats if by_torch else _assigned(places), shared)
+            if not by_torch:
+                _note_assigned(merged, places)
+            elif merged:
+                _write_back(merged, floats, shared)
             _restore(saved)
 
 
@@ -364,18 +369,19 @@ def _shared(modules: list[tuple[str, nn.Module]]) -> list[Any]:
     return found
 
 
-def _assigned(places: list[Place]) -> dict[str, Any]:
-    """Return what stands where a float was put, after a forward that may have assigned to it."""
-    floats = [(name, owner, attribute) for name, owner, attribute, _, value in places if not is_leaf(value)]
-    homes = [(name, owner, attribute, _home(owner, attribute)) for name, owner, attribute in floats]
-    return {name: getattr(owner, home)[attribute] for name, owner, attribute, home in homes if home}
+def _note_assigned(given: dict[str, Any], places: list[Place]) -> None:
+    """Put what a forward assigned to given names into the dict, as torch.func.functional_call does."""
+    for name, owner, attribute, home, value in places:
+        after = owner._parameters.get(attribute, getattr(owner, home).get(attribute, value))
+        if after is not value and name in given and not is_leaf(value):
+            given[name] = after
 
 
 def _write_back(given: dict[str, Any], after: Mapping[str, Any], shared: list[Any]) -> None:
-    """Put what a forward assigned to given names into the dict, as torch.func.functional_call does.
+    """Put what torch.func.functional_call noted into the dict, and undo what it spoils.
 
-    And undo what that spoils: it swaps a module of several paths once per path, and then leaves the given
-    value in the module and the module's own in the dict (pytorch#164759).
+    It swaps a module of several paths once per path, and then leaves the given value in the module and
+    the module's own in the dict (pytorch#164759).
     """
     own = [value for _, before in shared for value in before.values()]
     for registry, before in shared:
@@ -383,7 +389,7 @@ def _write_back(given: dict[str, Any], after: Mapping[str, Any], shared: list[An
             if any(registry.get(name) is v for v in given.values()):
                 registry[name] = value
     for name, value in after.items():
-        if name in given and value is not given[name] and not any(value is v for v in own):
+        if value is not given[name] and not any(value is v for v in own):
             given[name] = value
 
 
