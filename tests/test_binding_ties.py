@@ -191,3 +191,16 @@ def test_attached_tensors_are_parameters_and_stay_tied(weights):
     close(net(IDS), want(weights[0], weights[0], own))
     fq.detach(net)
     assert net.embed.weight is net.head.weight is net.extra.weight
+
+
+def test_tied_buffers_take_one_value_beside_a_leaf_as_without(weights):
+    net = tied()
+    net.register_buffer("scale", torch.ones(8))
+    net.embed.register_buffer("same", net.scale)
+    seen = []
+    net.register_forward_hook(lambda m, args, y: seen.append((m.scale, m.embed.same)))
+    for leaf in ({}, {"embed.weight": weights[1]}):
+        given = torch.full((8,), 2.0)
+        fq.functional_call(net, {**leaf, "embed.same": given}, IDS)
+        assert seen[-1][0] is given and seen[-1][1] is given
+    assert net.scale is net.embed.same and (net.scale == 1).all()
