@@ -113,13 +113,13 @@ def _placed(
             )
     if not tie:
         return list(places.values()), passed
-    others = [o for o in _others(modules, values, places) if (id(o[1]), o[2]) not in places]
+    others = [o for o in _others(modules, set(values), places) if (id(o[1]), o[2]) not in places]
     aliases, contradictory = _aliases(list(places.values()), others, what)
     return [*places.values(), *aliases], passed or contradictory
 
 
 def _others(
-    modules: list[tuple[str, nn.Module]], names: Mapping[str, Any], places: Mapping[Any, Place]
+    modules: list[tuple[str, nn.Module]], names: set[str], places: Mapping[Any, Place]
 ) -> list[tuple[str, nn.Module, str, str]]:
     """Return (name, owner, attribute, dict) of all that is not named and may be tied to what is placed."""
     found = [(path + a, owner, a, "_parameters") for path, owner in modules for a in owner._parameters]

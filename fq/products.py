@@ -43,13 +43,13 @@ def linear(x: Tensor, q: QTensor, bias: Tensor | None = None, *, backend: str = 
     """
     check_float("linear", "x", x)
     check_qtensor("linear", q)
-    if q.ndim != 2:
+    if q.data.ndim != 2 or len(q.inner) != 1:
         raise ValueError(f"linear: expected a weight of shape (N, K), got {tuple(q.shape)}; use fq.matmul")
     adjoint = q.layout.axis == -2
     if bias is not None:
         check_float("linear", "bias", bias)
-        size = q.inner[0] if adjoint else q.data.shape[-2]
-        if bias.shape != (size,):
+        size = q.inner[0] if adjoint else q.data.size(-2)
+        if bias.ndim != 1 or bias.size(0) != size:
             if bias.ndim > 1 or bias.numel() != 1:
                 raise ValueError(f"linear: bias must have shape ({size},), got {tuple(bias.shape)}")
             bias = bias.expand(size)
@@ -103,21 +103,21 @@ def _contract(what: str, x: Tensor, q: QTensor, bias: Tensor | None, adjoint: bo
     """Contract x's last dimension with q's packed axis, or (adjoint) with its rows, over batch dimensions."""
     if len(q.inner) != 1:
         raise ValueError(f"{what}: the packed axis stands for dimensions {q.inner}; a matmul needs one")
-    size, out = (q.data.shape[-2], q.inner[0]) if adjoint else (q.inner[0], q.data.shape[-2])
-    if x.ndim == 0 or x.shape[-1] != size:
+    data = q.data
+    size, out = (data.size(-2), q.inner[0]) if adjoint else (q.inner[0], data.size(-2))
+    if x.ndim == 0 or x.size(-1) != size:
         got = x.shape[-1] if x.ndim else "no dimension"
         raise ValueError(
             f"{what}: x has K={got}, q was quantized with K={size} ({q.layout.key}, shape {tuple(q.shape)})"
         )
-    if x.device != q.data.device or (bias is not None and bias.device != x.device):
-        raise ValueError(
-            f"{what}: x is on {x.device}, q on {q.data.device}; bring x, q and bias to one device"
-        )
+    device = x.device
+    if device != data.device or (bias is not None and bias.device != device):
+        raise ValueError(f"{what}: x is on {device}, q on {data.device}; bring x, q and bias to one device")
     if q.perm is not None or q.pre_scale is not None:
         return _contract_adjusted(what, x, q, bias, adjoint, backend)
-    if x.ndim == q.data.ndim == 2:
+    if x.ndim == data.ndim == 2:
         return _call(x, q, bias, adjoint, backend)
-    if q.data.ndim == 2:
+    if data.ndim == 2:
         return _call(x.reshape(prod(x.shape[:-1]), size), q, bias, adjoint, backend).reshape(
             *x.shape[:-1], out
         )
@@ -192,9 +192,9 @@ def _is_plain(x: Tensor, bias: Tensor | None, q: QTensor) -> bool:
         return False
     if not torch.is_grad_enabled():
         return True
-    wanted = x.requires_grad or q.scale.requires_grad
-    wanted = wanted or (bias is not None and bias.requires_grad)
-    return not (wanted or (q.zero_point is not None and q.zero_point.requires_grad))
+    if x.requires_grad or q.scale.requires_grad or (bias is not None and bias.requires_grad):
+        return False
+    return q.zero_point is None or not q.zero_point.requires_grad
 
 
 def embedding(ids: Tensor, q: QTensor, *, backend: str = "auto") -> Tensor:
