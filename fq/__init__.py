@@ -22,17 +22,24 @@ from fq.errors import BackendError as BackendError
 from fq.errors import CheckpointError as CheckpointError
 from fq.errors import UnsupportedOp as UnsupportedOp
 from fq.layouts import Layout as Layout
+from fq.layouts import fp8 as fp8
 from fq.layouts import int4 as int4
 from fq.layouts import int8 as int8
+from fq.layouts import intx as intx
 from fq.layouts import layout as layout
 from fq.layouts import mxfp4 as mxfp4
+from fq.layouts import mxfp6 as mxfp6
+from fq.layouts import mxfp8 as mxfp8
+from fq.layouts import nf4 as nf4
 from fq.layouts import nvfp4 as nvfp4
+from fq.layouts import uint4 as uint4
 from fq.policies import plan as plan
 from fq.primitives import dequantize as dequantize
 from fq.primitives import fake_quantize as fake_quantize
 from fq.primitives import quantize as quantize
 from fq.primitives import requantize as requantize
 from fq.products import embedding as embedding
+from fq.products import fp8_matmul as fp8_matmul
 from fq.products import int4_matmul as int4_matmul
 from fq.products import int8_matmul as int8_matmul
 from fq.products import linear as linear
@@ -73,16 +80,22 @@ __all__ = [
     "explain",
     "fake_quantize",
     "fake_quantize_params",
+    "fp8",
+    "fp8_matmul",
     "functional_call",
     "int4",
     "int4_matmul",
     "int8",
     "int8_matmul",
+    "intx",
     "layout",
     "linear",
     "matmul",
     "mx_matmul",
     "mxfp4",
+    "mxfp6",
+    "mxfp8",
+    "nf4",
     "nvfp4",
     "nvfp4_matmul",
     "pack_bits",
@@ -100,6 +113,7 @@ __all__ = [
     "summary",
     "tree_stack",
     "tree_to",
+    "uint4",
     "unpack_bits",
     "unpack_fp4x2",
     "unpack_int4",

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from fq.layouts import Layout, block
 from fq.layouts import scale as scales
-from fq.layouts.element import Int, UInt
+from fq.layouts.element import Codebook, Int, UInt
+from fq.layouts.layout import changed
 from fq.layouts.layout import layout as parse
 from fq.layouts.packing import pack, unpack
 from fq.qtensor import QTensor
 from fq.spec import stored_key
 
 AFFINE_FLOOR = 1e-6  # MSLK's smallest group range
+FOUR_OVER_SIX_TOP = 256.0  # the largest block scale, so that amax/4 stays below e4m3's 448
 
 
 def quantize_matrix(
@@ -30,20 +32,27 @@ def quantize_matrix(
     zero_point: Tensor | None = None,
     outer_scale: Tensor | None = None,
     noise: Tensor | None = None,
-    divisor: float = 1.0,
+    divisor: float | Tensor = 1.0,
     is_scale: bool = False,
+    shrink: Tensor | None = None,
 ) -> QTensor:
     """Quantize x/divisor, x: (*lead, R, C) float32.
 
     `divisor` lets nested scales be chosen in one division: their own scale is statistic/(divisor·d).
-    With `is_scale` the values are scales, which never become zero.
+    With `is_scale` the values are scales, which never become zero. `shrink` is the part of its range that
+    each block's scale is chosen for.
     """
+    if layout.rule in scales.SEARCH_RULES and scale is None:
+        shrink, outer_scale = _searched(x, layout, outer_scale)
+        layout = changed(layout.key, rule=None)
     shape = (x.shape[-2], x.shape[-1])
     element, origin = layout.element, None
     statistic = None
     if scale is None:
         low, high = _extremes(x, layout)
-        kept, statistic = _choose(low, high, layout, divisor, outer_scale)
+        if shrink is not None and (layout.zero_point is not None or layout.rule in scales.MX_RULES):
+            low, high, shrink = low * shrink, high * shrink, None
+        kept, statistic = _choose(low, high, layout, divisor, outer_scale, shrink)
         if layout.zero_point == "float" and layout.scale == torch.float32:
             origin = low  # MSLK subtracts the minimum itself, not z - 8s
     else:
@@ -61,7 +70,7 @@ def quantize_matrix(
         zero = _keep_zero(zero_point, layout)
     spread = block.expand(wide, shape, layout.block)
     if layout.zero_point is None:
-        value = (x if divisor == 1.0 else x / divisor) / spread
+        value = _divided(x, divisor) / spread
         if is_scale:
             value = scales.floor_to(value, element.smallest, element.max)
         codes = element.encode(value, noise)
@@ -81,15 +90,35 @@ def _extremes(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Return the block minimum and maximum, with zero in their range unless the zero point is a float."""
     if layout.rule in ("minmax", "absmax_full"):
         low, high = block.reduce(x, layout.block, torch.amin), block.reduce(x, layout.block, torch.amax)
-        if layout.zero_point == "int":
+        if layout.zero_point == "int" or _is_unsigned(layout.zero_point):
             low, high = torch.clamp(low, max=0.0), torch.clamp(high, min=0.0)
         return low, high
-    high = block.reduce(x.abs(), layout.block, torch.amax)
+    if layout.rule == "absmean":
+        # in float64, so that the order of a sum does not show in float32
+        total = block.reduce(x.abs().to(torch.float64), layout.block, torch.sum)
+        count = block.reduce(torch.ones_like(x, dtype=torch.float64), layout.block, torch.sum)
+        high = (total / torch.clamp(count, min=1.0)).to(torch.float32)
+    else:
+        high = block.reduce(x.abs(), layout.block, torch.amax)
     return -high, high
 
 
+def _is_unsigned(zero_point: Any) -> bool:
+    """Whether zero points are quantized to unsigned codes: then none may be above zero."""
+    return isinstance(zero_point, Layout) and not zero_point.element.signed
+
+
+def _divided(x: Tensor, divisor: float | Tensor) -> Tensor:
+    return x if isinstance(divisor, float) and divisor == 1.0 else x / divisor
+
+
 def _choose(
-    low: Tensor, high: Tensor, layout: Layout, divisor: float, outer_scale: Tensor | None
+    low: Tensor,
+    high: Tensor,
+    layout: Layout,
+    divisor: float | Tensor,
+    outer_scale: Tensor | None,
+    shrink: Tensor | None,
 ) -> tuple[Any, Tensor]:
     """Return the kept scale and the block statistic it came from; blocks with NaN or inf get NaN."""
     finite = torch.isfinite(low) & torch.isfinite(high)
@@ -101,14 +130,50 @@ def _choose(
     statistic = torch.where(finite, torch.clamp(statistic, -largest, largest), torch.nan)
     if layout.zero_point is not None and layout.zero_point != "int":
         statistic = torch.clamp(statistic, min=AFFINE_FLOOR)
-    return _keep(statistic, layout.scale, divisor * own, outer_scale), statistic
+    kept = _keep(statistic, layout.scale, divisor * (own if shrink is None else own / shrink), outer_scale)
+    if isinstance(layout.element, Codebook) and not layout.element.has_zero and isinstance(kept, Tensor):
+        kept = torch.where(statistic == 0, 0.0, kept)  # only so does a block of zeros decode to zeros
+    return kept, statistic
 
 
-def _keep(statistic: Tensor, kind: Any, divisor: float, outer_scale: Tensor | None) -> Any:
+def _searched(x: Tensor, layout: Layout, outer_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the part of its range that fits each block best, and the scale of nested scales it holds for."""
+    base = changed(layout.key, rule=None)
+    low, high = _extremes(x, base)
+    amax = torch.maximum(-low, high)
+    nested = layout.scale
+    if isinstance(nested, Layout) and outer_scale is None:
+        if layout.rule == "four_over_six":
+            top = torch.where(torch.isfinite(amax), amax, torch.nan)
+            top = block.reduce(top, nested.block, torch.amax) / (layout.element.max * FOUR_OVER_SIX_TOP)
+            outer_scale = scales.load(scales.store(top, nested.scale), nested.scale)  # type: ignore[arg-type]
+        else:
+            outer_scale = load_scale(quantize_matrix(x, base).scale.scale, nested.scale)
+    whole = block.expand(amax, (x.shape[-2], x.shape[-1]), layout.block)
+    best = least = torch.empty(0)
+    for i, factor in enumerate(scales.search_factors(str(layout.rule), layout.scale)):
+        shrink = torch.full_like(amax, factor)
+        q = quantize_matrix(x, base, outer_scale=outer_scale, shrink=shrink)
+        error = _squared_error(dequantize_matrix(q), x, whole, layout.block)
+        better = error < least if i else torch.ones_like(error, dtype=torch.bool)
+        best = torch.where(better, shrink, best) if i else shrink
+        least = torch.where(better, error, least) if i else error
+    return best, outer_scale
+
+
+def _squared_error(w: Tensor, x: Tensor, amax: Tensor, blocks: block.Block) -> Tensor:
+    """Return each block's squared error as an integer: no order of adding changes the sum."""
+    unit = 2.0**40 if -1 not in blocks else 2.0**31
+    relative = ((w - x) / amax).to(torch.float64)
+    error = torch.round(torch.nan_to_num(relative * relative, 0.0, 0.0, 0.0) * unit)
+    return block.reduce(error.to(torch.int64), blocks, torch.sum)
+
+
+def _keep(statistic: Tensor, kind: Any, divisor: float | Tensor, outer_scale: Tensor | None) -> Any:
     """Store statistic/divisor as a scale of `kind`: a tensor, or a QTensor where the layout nests."""
     if isinstance(kind, Layout):
         return quantize_matrix(statistic, kind, scale=outer_scale, divisor=divisor, is_scale=True)
-    return scales.store(statistic if divisor == 1.0 else statistic / divisor, kind)
+    return scales.store(_divided(statistic, divisor), kind)
 
 
 def _choose_zero(

@@ -15,7 +15,7 @@ from fq.backends.registry import kernel_of, requested
 from fq.checks import check_float, check_qtensor
 from fq.layouts import Layout
 from fq.layouts import layout as parse
-from fq.layouts.element import E2M1, E4M3, Int, UInt
+from fq.layouts.element import E2M1, E4M3, Float, Int, UInt
 from fq.layouts.scale import E8M0
 from fq.primitives import _unpermute
 from fq.qtensor import QTensor
@@ -312,6 +312,12 @@ int4_matmul = _checked(
 )
 int8_matmul = _checked(
     "int8_matmul", "an 8-bit integer format", lambda t: t.element in (Int(8), UInt(8)), "int8"
+)
+fp8_matmul = _checked(
+    "fp8_matmul",
+    "an 8-bit float format",
+    lambda t: isinstance(t.element, Float) and t.element.bits == 8,
+    "fp8",
 )
 mx_matmul = _checked("mx_matmul", "an MX format (e8m0 scales)", lambda t: t.scale == E8M0, "mxfp4")
 nvfp4_matmul = _checked("nvfp4_matmul", "NVFP4 (e2m1 under e4m3 scales)", _is_nvfp4, "nvfp4")

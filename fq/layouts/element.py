@@ -271,6 +271,10 @@ class Codebook:
         return self.values[0] < 0
 
     @property
+    def has_zero(self) -> bool:
+        return 0.0 in self.values
+
+    @property
     def min(self) -> float:
         return self.values[0]
 
@@ -327,11 +331,12 @@ NF4 = Codebook(
     ),
     "nf4",
 )
+BINARY = Codebook((-1.0, 1.0), "binary")
 E2M1, E4M3, E5M2 = Float(2, 1), Float(4, 3), Float(5, 2)
 
 
 def element(name: str) -> Element:
-    """Return the element that `name` spells: int1..8, uint1..8, e2m1, ue4m3, e4m3fnuz, nf4, lut(...)."""
+    """Return the element of a name: int1..8, uint1..8, e2m1, ue4m3, e4m3fnuz, nf4, binary, lut(...)."""
     if not isinstance(name, str):
         raise TypeError(f"element: expected a name such as 'int8', got {name!r}")
     if match := re.fullmatch(r"(u?)int([1-8])", name):
@@ -339,12 +344,12 @@ def element(name: str) -> Element:
     if match := re.fullmatch(r"(u?)e(\d)m(\d)(finite|fnuz|fn|ieee)?(?:b(-?\d+))?", name):
         bias = int(match[5]) if match[5] else None
         return Float(int(match[2]), int(match[3]), not match[1], bias, match[4])
-    if name == "nf4":
-        return NF4
+    if name in ("nf4", "binary"):
+        return NF4 if name == "nf4" else BINARY
     if match := re.fullmatch(r"lut\(([-+.\deE,]*)\)", name):
         return Codebook(tuple(float(v) for v in match[1].split(",") if v))
     raise ValueError(
-        f"element: unknown name {name!r}; known are int1..8, uint1..8, eXmY, ueXmY, nf4, lut(...)"
+        f"element: unknown name {name!r}; known are int1..8, uint1..8, eXmY, ueXmY, nf4, binary, lut(...)"
     )
 
 

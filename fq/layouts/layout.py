@@ -77,12 +77,27 @@ class Layout:
                 raise ValueError(
                     f"Layout: a nested layout is canonical, with axis -1 and no act, got {part.key}"
                 )
+        for part in (self.scale, self.zero_point):
+            if isinstance(part, Layout) and part.rule in scales.SEARCH_RULES:
+                raise ValueError(
+                    f"Layout: quantized scales and zero points take no searched rule, got {part.key}"
+                )
         if isinstance(self.scale, Layout) and self.scale.zero_point is not None:
             raise ValueError(f"Layout: quantized scales have no zero point, got {self.scale.key}; use ':sym'")
+        zero = self.zero_point
+        if isinstance(zero, Layout) and not zero.element.signed and self._misfits(zero):
+            raise ValueError(
+                "Layout: an unsigned quantized zero point goes with an unsigned element, whose zeros have "
+                f"one sign, and with the signed scale of rule 'absmax_full'; got {zero.key}"
+            )
         if self.rule is None:
             _set(self, "rule", scales.default_rule(self.element, self.scale, self.zero_point))
         scales.check_rule(str(self.rule), self.element, self.scale, self.zero_point)
         _set(self, "key", write(self))
+
+    def _misfits(self, zero: Layout) -> bool:
+        """Whether zero points of this element can have the sign that unsigned codes lack."""
+        return self.element.signed or zero.rule != "absmax_full"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self.key == other.key
@@ -179,7 +194,7 @@ def check_size(name: str, size: Any) -> int:
 def layout(text: str) -> Layout:
     """Return the layout that `text` spells: `ELEMENT[:OPTION]*[@ACT]`, the form of `str(layout)`.
 
-    ELEMENT: int1..8, uint1..8, fp8, e5m2, mxfp4, mxfp6, mxfp8, nvfp4, nf4, or an element's own name.
+    ELEMENT: int1..8, uint1..8, fp8, e5m2, mxfp4, mxfp6, mxfp8, nvfp4, nf4, binary, or an element's own name.
     OPTION: g32 (group), row, token, tensor, block128x128, sym, asym, int-zp, axis-2, scale=DTYPE,
     scale=(LAYOUT), zp=(LAYOUT), a rule, a storage. ACT: the layout of the other operand.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fq.layouts.element import Codebook, Element, Float, Int, UInt, power_of_two
+from fq.layouts.element import BINARY, E2M1, E4M3, Element, Float, Int, UInt, power_of_two
 
 E8M0 = "e8m0"  # kept as uint8 bytes: Inductor's CPU code generator does not know float8_e8m0fnu
 ScaleDtype = torch.dtype | str
@@ -120,7 +120,11 @@ def _absmax_narrow(low: Tensor, high: Tensor, element: Element) -> tuple[Tensor,
 
 
 def _absmax_full(low: Tensor, high: Tensor, element: Element) -> tuple[Tensor, float]:
-    return torch.where(high >= -low, high, low), element.min
+    return torch.where(high >= -low, high, low), element.min if element.signed else element.max
+
+
+def _absmean(low: Tensor, high: Tensor, element: Element) -> tuple[Tensor, float]:
+    return high, 1.0  # `high` is the mean: see numerics
 
 
 def _minmax(low: Tensor, high: Tensor, element: Element) -> tuple[Tensor, float]:
@@ -132,6 +136,7 @@ LINEAR_RULES: dict[str, Callable[[Tensor, Tensor, Element], tuple[Tensor, float]
     "absmax_narrow": _absmax_narrow,
     "absmax_full": _absmax_full,
     "minmax": _minmax,
+    "absmean": _absmean,
 }
 
 
@@ -174,31 +179,59 @@ MX_RULES: dict[str, Callable[[Tensor, Float], Tensor]] = {
     "rceil": _mx_rceil,
     "even": _mx_even,
 }
-RULES = (*LINEAR_RULES, *MX_RULES)
+# Rules that try several scales per block and keep the one with the least squared error.
+SEARCH_RULES = ("mse", "four_over_six")
+RULES = (*LINEAR_RULES, *MX_RULES, *SEARCH_RULES)
+
+
+def search_factors(rule: str, scale: object) -> tuple[float, ...]:
+    """Return the parts of the default rule's range that a search tries, the whole one first."""
+    if rule == "four_over_six":
+        return 1.0, 1.5  # the largest element becomes 6 or 4
+    return (1.0, 0.5) if scale == E8M0 else tuple(1 - i / 25 for i in range(16))
 
 
 def default_rule(element: Element, scale: object, zero_point: object) -> str:
     """Return the rule that a layout has when none is named."""
     if zero_point is not None:
         return "minmax"
+    if element == BINARY:
+        return "absmean"
     if scale == E8M0 and isinstance(element, Float):
         return "even" if element.bits == 4 else "rceil"
     return "absmax"
 
 
-def check_rule(rule: str, element: Element, scale: object, zero_point: object) -> None:
+def check_rule(rule: str, element: Element, scale: Any, zero_point: Any) -> None:
     """Raise unless `rule` can choose a scale for this element, scale and zero point."""
     if rule not in RULES:
         raise ValueError(f"Layout: unknown rule {rule!r}; known are {', '.join(RULES)}")
     if rule in MX_RULES and not (scale == E8M0 and isinstance(element, Float)):
         raise ValueError(f"Layout: rule {rule!r} chooses e8m0 scales of float elements, got {element.name}")
-    if (rule == "minmax") != (zero_point is not None):
-        raise ValueError("Layout: a zero point goes with rule 'minmax', and only with it")
-    if rule in ("absmax_narrow", "absmax_full") and not isinstance(element, Int):
+    if zero_point is not None and rule not in ("minmax", "mse"):
+        raise ValueError(f"Layout: with a zero point the rule is 'minmax' or 'mse', got {rule!r}")
+    if rule == "minmax" and zero_point is None:
+        raise ValueError("Layout: rule 'minmax' needs a zero point")
+    if rule == "absmax_narrow" and not isinstance(element, Int):
         raise ValueError(f"Layout: rule {rule!r} is for signed integers, got {element.name}")
+    if rule == "absmax_full" and not isinstance(element, Int | UInt):
+        raise ValueError(f"Layout: rule {rule!r} is for integers, got {element.name}")
     if zero_point is not None and not isinstance(element, Int | UInt):
         raise ValueError(f"Layout: a zero point goes with integer elements, got {element.name}")
     if rule == "absmax_narrow" and element.max == 0:
         raise ValueError("Layout: 'absmax_narrow' has no positive code at 1 bit")
-    if isinstance(element, Codebook) and rule != "absmax":
-        raise ValueError(f"Layout: a codebook takes rule 'absmax', got {rule!r}")
+    if (rule == "absmean") != (element == BINARY):
+        raise ValueError(f"Layout: element 'binary' takes rule 'absmean', and it alone; got {rule!r}")
+    nested = getattr(scale, "element", None)
+    if rule == "four_over_six" and not (element == E2M1 and nested == E4M3):
+        raise ValueError("Layout: rule 'four_over_six' is for e2m1 elements under quantized e4m3 scales")
+    if rule in SEARCH_RULES and (_is_layout(zero_point) or _is_layout(getattr(scale, "scale", None))):
+        raise ValueError(
+            f"Layout: rule {rule!r} compares scales block by block; quantized zero points and scales of "
+            "scales of scales depend on other blocks"
+        )
+
+
+def _is_layout(part: object) -> bool:
+    """Whether a scale or zero point is described by a Layout, which this file stands below."""
+    return not (part is None or isinstance(part, str | torch.dtype))

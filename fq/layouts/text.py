@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fq.layouts import scale as scales
-from fq.layouts.element import E2M1, E4M3, E5M2, NF4, Element, Float, Int, UInt, element
+from fq.layouts.element import BINARY, E2M1, E4M3, E5M2, NF4, Element, Float, Int, UInt, element
 from fq.layouts.storage import CANONICAL, STORAGES
 
 # What a head stands for: element, block, scale, zero point. A nested scale is spelled as text.
@@ -24,6 +24,7 @@ _HEADS: dict[str, tuple[Element, tuple[int, int], Any, str | None]] = {
     "mxfp8": (E4M3, (1, 32), scales.E8M0, None),
     "nvfp4": (E2M1, (1, 16), "fp8:tensor", None),
     "nf4": (NF4, (1, 64), torch.float32, None),
+    "binary": (BINARY, (1, 128), torch.float32, None),
 }
 _ZEROS = {"sym": None, "asym": "float", "int-zp": "int"}
 
