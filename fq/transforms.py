@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fq.layouts import Layout
 from fq.layouts.layout import changed
 from fq.leaves import LEAF_TYPES, FakeQuantized
 from fq.policies import Plan, Policy, plan, view_key
 from fq.primitives import dequantize, fake_quantize, quantize
-from fq.qtensor import QTensor, cat, stack
+from fq.qtensor import QTensor, stack
+from fq.slices import quantize_slices
 
 Params = Mapping[str, Any]
-_LARGE = 1 << 20  # bytes; below, the calls cost more than the temporaries
 
 
 def _is_leaf(value: Any) -> bool:
@@ -100,46 +98,11 @@ def quantize_params(
             out[name] = out[shared[name]]
         else:
             with torch.no_grad():
-                out[name] = (_quantize_slices if donate else quantize)(value, entry.layout, inner=entry.inner)
+                out[name] = (quantize_slices if donate else quantize)(value, entry.layout, inner=entry.inner)
         del value
         if progress is not None:
             progress(name, done, len(names))
     return out
-
-
-def _quantize_slices(value: Tensor, layout: Layout, *, inner: int) -> QTensor:
-    """Quantize a large tensor a sixteenth at a time, to the same bits, so that its temporaries stay small."""
-    step = -(-value.shape[0] // 16)
-    if value.ndim == inner + 1:  # slices are rows, and no scale may span them
-        nested = isinstance(layout.scale, Layout) or isinstance(layout.zero_point, Layout)
-        rows = layout.block[0]
-        whole = layout.axis == -2 or rows == -1 or value.shape[0] % rows != 0 or nested
-        step = value.shape[0] if whole else -(-step // rows) * rows
-    if value.nbytes >= _LARGE and value.ndim == inner + 1 and _has_one_outer_scale(layout):
-        return _quantize_under_one_scale(value, layout, inner)
-    if value.nbytes < _LARGE or value.ndim <= inner or step >= value.shape[0]:
-        return quantize(value, layout, inner=inner)
-    return cat([quantize(part, layout, inner=inner) for part in value.split(step)])
-
-
-def _has_one_outer_scale(layout: Layout) -> bool:
-    """Whether rows are quantized alone but for one plain scale of the whole matrix, as in NVFP4."""
-    scale = layout.scale
-    if not isinstance(scale, Layout) or isinstance(scale.scale, Layout):
-        return False
-    plain = layout.zero_point is None and layout.axis == -1 and layout.rule == "absmax"
-    return plain and layout.block[0] == 1 and scale.block == (-1, -1)
-
-
-def _quantize_under_one_scale(value: Tensor, layout: Layout, inner: int) -> QTensor:
-    """Quantize a matrix in slices of rows: the outer scale from its largest element, then the rest."""
-    parts = value.detach().split(-(-value.shape[0] // 16))
-    probe = torch.zeros_like(value[:1])
-    probe.view(-1)[0] = torch.stack([part.abs().amax() for part in parts]).amax()
-    outer = quantize(probe, layout, inner=inner).scale.scale
-    made = [quantize(part, layout, inner=inner, outer_scale=outer) for part in parts]
-    scale = replace(made[0].scale, data=torch.cat([q.scale.data for q in made]), scale=outer)
-    return replace(made[0], data=torch.cat([q.data for q in made]), scale=scale)
 
 
 def _finite(value: Tensor) -> bool:

@@ -29,7 +29,7 @@ FLOORS = (
     {"primitives", "codes", "products", "dispatch", "autograd", "checks"},
     {"rules"},
     {"leaves"},
-    {"policies", "binding", "transforms", "summaries"},
+    {"policies", "slices", "binding", "transforms", "summaries"},
     {"kv_cache", "optim", "distributed"},
     {"calibration"},
     {"checkpoints"},

@@ -24,6 +24,16 @@ KEYS = [
     "fp8:block128x128",
     "nf4:g64",
     "int8:axis-2",
+    "int4:g32:axis-2",
+    "int8:tensor",
+    "uint8:tensor",
+    "fp8:tensor:scale=e8m0",
+    "int8:block-1x64:absmax_full",
+    "int8:tensor:mse",
+    "int4:tensor",
+    "nvfp4:four_over_six",
+    "nf4:scale=(uint8:block8x2:sym)",
+    "uint4:g32:scale=(uint6:g8:sym:scale=float16):zp=(uint6:g8:sym:scale=float16:absmax_full)",
 ]
 
 HALF = "int4:g32:scale=bfloat16"
@@ -145,6 +155,10 @@ def test_case_R1_donating_peaks_below_the_input_and_two_tensors():
 def test_the_peak_is_bounded_where_encoding_takes_much_room_and_only_when_donating():
     assert peak("mxfp4", "donate") < 2 * 4
     assert peak("nvfp4", "donate") < 2 * 4
+    assert peak("int8:tensor", "donate") < 2 * 4
+    assert peak("int8:axis-2", "donate") < 2 * 4
+    assert peak("fp8:block100x100", "donate") < 2 * 4
+    assert peak("nvfp4:four_over_six", "donate") < 2 * 4
     assert peak("int4", "keep") > 20
 
 
