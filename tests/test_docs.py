@@ -1,4 +1,4 @@
-"""What the documentation shows runs: doctests of every module, and the README from top to bottom."""
+"""What the documentation shows runs: doctests of every module, pages from top to bottom, tables."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import fq
+from fq.layouts.table import code_table, float_table, renewed
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+FORMATS = ROOT / "docs" / "formats.md"
 MODULES = [
     "fq",
     *(m.name for m in pkgutil.walk_packages(fq.__path__, "fq.") if not m.name.endswith("__main__")),
@@ -63,16 +65,38 @@ def test_public_name_has_an_example(name):
     assert doc in run, f"the example of fq.{name} is not found, and so not run, in {home.__name__}"
 
 
-@needs_readme
-def test_readme(monkeypatch, tmp_path):
-    text = README.read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/formats.md"])
+def test_what_a_page_shows_runs_from_top_to_bottom(name, monkeypatch, tmp_path):
+    page = ROOT / name
+    text = page.read_text(encoding="utf-8")
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert blocks, "README.md shows no ```python block"
+    assert blocks, f"{name} shows no ```python block"
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "readme"}
+    names: dict[str, object] = {"__name__": "page"}
     for block in blocks:
         line = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block[1], str(README), "exec", dont_inherit=True), names)
+        exec(compile("\n" * line + block[1], str(page), "exec", dont_inherit=True), names)
+
+
+def test_the_tables_of_elements_are_current():
+    text = FORMATS.read_text(encoding="utf-8")
+    assert float_table() in text and code_table() in text and renewed(text) == text
+
+
+def test_the_table_of_presets_is_true():
+    row = re.compile(r"^\| `(fq\.\w+\(.*\))` \| `(.+)` \| (.+) \|.*\| ([\d.]+) \|$", re.MULTILINE)
+    rows = row.findall(FORMATS.read_text(encoding="utf-8"))
+    presets = {re.match(r"fq\.(\w+)", call)[1] for call, *_ in rows}  # type: ignore[index]
+    assert presets == {n for n, f in vars(fq.layouts).items() if getattr(fq, n, None) is f and is_preset(f)}
+    for call, text, element, bits in rows:
+        layout = eval(call)
+        assert (layout.key, layout.element.name) == (text, element.split(" ")[0]), call
+        q = fq.quantize(torch.empty(4096, 4096, device="meta"), layout)
+        assert f"{8 * q.nbytes / 4096**2:.2f}" == bits, call
+
+
+def is_preset(function: object) -> bool:
+    return inspect.isfunction(function) and function.__module__ == "fq.layouts"
 
 
 @needs_readme

@@ -181,8 +181,31 @@ class Float:
 
     @property
     def smallest(self) -> float:
-        """The smallest positive number."""
+        """The smallest positive number, subnormal where there is a mantissa."""
         return math.ldexp(1.0, 1 - self._bias - self.mantissa)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number with the full mantissa."""
+        return math.ldexp(1.0, 1 - self._bias)
+
+    @property
+    def eps(self) -> float:
+        """The distance from 1.0 to the next larger number."""
+        return math.ldexp(1.0, -self.mantissa)
+
+    @property
+    def has_nan(self) -> bool:
+        return self.special != "finite"
+
+    @property
+    def has_inf(self) -> bool:
+        return self.special == "ieee"
+
+    @property
+    def bit_pattern(self) -> str:
+        """Sign, exponent and mantissa bits from the highest, as `SEEEEMMM`."""
+        return "S" * self.signed + "E" * self.exponent + "M" * self.mantissa
 
     @cached_property
     def native(self) -> torch.dtype | None:
