@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fq.layouts.element import BINARY, E2M1, E4M3, Element, Float, Int, UInt, power_of_two
+from fq.layouts.element import BINARY, E2M1, E4M3, Codebook, Element, Float, Int, UInt, power_of_two
 
 E8M0 = "e8m0"  # kept as uint8 bytes: Inductor's CPU code generator does not know float8_e8m0fnu
 ScaleDtype = torch.dtype | str
@@ -222,6 +222,11 @@ def check_rule(rule: str, element: Element, scale: Any, zero_point: Any) -> None
         raise ValueError("Layout: 'absmax_narrow' has no positive code at 1 bit")
     if (rule == "absmean") != (element == BINARY):
         raise ValueError(f"Layout: element 'binary' takes rule 'absmean', and it alone; got {rule!r}")
+    if isinstance(element, Codebook) and not element.has_zero and (scale == E8M0 or _is_layout(scale)):
+        raise ValueError(
+            f"Layout: {element.name} has no zero, so a block of zeros needs a scale of zero, which e8m0 and "
+            "quantized scales cannot be; use scale='float32'"
+        )
     nested = getattr(scale, "element", None)
     if rule == "four_over_six" and not (element == E2M1 and nested == E4M3):
         raise ValueError("Layout: rule 'four_over_six' is for e2m1 elements under quantized e4m3 scales")
