@@ -2,18 +2,19 @@
 
 Numbers are float64 arrays that hold float32 values; `f32` is the one rounding that float32 arithmetic does
 (a float64 division, product or sum of float32 numbers, rounded to float32, is the IEEE float32 result).
-Codes are plain unsigned integers, one per element; integers below zero are two's complement.
+Codes are plain unsigned integers, one per element; integers below zero are two's complement. This file has
+elements, packing and scale bytes; `oracle_formats` quantizes matrices with them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 LARGEST = float(np.finfo(np.float32).max)
-SMALLEST_SCALE = 2.0**-126
 
 
 def f32(x):
@@ -21,7 +22,7 @@ def f32(x):
         return np.asarray(x, np.float64).astype(np.float32).astype(np.float64)
 
 
-# --- elements ---
+# --- elements: `encode` a number, `decode` a code, `values` of all codes ---
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class FloatFormat:
     mantissa: int
     special: str = "finite"
     signed: bool = True
+    own_bias: int | None = None
 
     @property
     def bits(self):
@@ -39,11 +41,8 @@ class FloatFormat:
 
     @property
     def bias(self):
-        return 2 ** (self.exponent - 1) - 1 + (self.special == "fnuz")
-
-    @property
-    def codes(self):
-        return np.arange(2**self.bits)
+        usual = 2 ** (self.exponent - 1) - 1 + (self.special == "fnuz")
+        return usual if self.own_bias is None else self.own_bias
 
     def value(self, code):
         magnitude = code % 2 ** (self.exponent + self.mantissa)
@@ -58,14 +57,30 @@ class FloatFormat:
         value = math.ldexp(fraction, 1 - self.bias) if e == 0 else math.ldexp(1 + fraction, e - self.bias)
         return -value if negative else value
 
-    def decode(self, codes):
-        return np.array([self.value(int(c)) for c in self.codes])[np.asarray(codes, np.int64)]
+    @cached_property
+    def values(self):
+        return np.array([self.value(code) for code in range(2**self.bits)])
 
-    @property
+    def decode(self, codes):
+        return self.values[np.asarray(codes, np.int64)]
+
+    @cached_property
     def magnitudes(self):
         """The finite numbers from zero up; their index is their code."""
-        values = self.decode(np.arange(2 ** (self.exponent + self.mantissa)))
+        values = self.values[: 2 ** (self.exponent + self.mantissa)]
         return values[np.isfinite(values)]
+
+    @cached_property
+    def middles(self):
+        return (self.magnitudes[1:] + self.magnitudes[:-1]) / 2
+
+    @property
+    def largest(self):
+        return float(self.magnitudes[-1])
+
+    @property
+    def smallest(self):
+        return float(self.magnitudes[1])
 
     @property
     def nan(self):
@@ -76,19 +91,13 @@ class FloatFormat:
     def encode(self, x):
         """To the nearest, ties to the even code; saturates; NaN as `nan` says."""
         x = np.asarray(x, np.float64)
-        values = self.magnitudes
-        middles = (values[1:] + values[:-1]) / 2
         size = np.abs(x) if self.signed else np.maximum(x, 0)
-        code = np.searchsorted(middles, size, side="left")
-        tie = np.append(middles, np.nan)[code] == size
+        code = np.searchsorted(self.middles, size, side="left")
+        tie = np.append(self.middles, np.nan)[code] == size
         code = code + (tie & (code % 2 == 1))
         sign = np.signbit(x) & self.signed & ~((self.special == "fnuz") & (code == 0))
         code = code + sign * 2 ** (self.exponent + self.mantissa)
         return np.where(np.isnan(x), self.nan, code)
-
-
-E2M1 = FloatFormat(2, 1)
-E4M3 = FloatFormat(4, 3, "fn")
 
 
 def int_encode(x, bits, signed=True):
@@ -104,14 +113,88 @@ def int_decode(codes, bits, signed=True):
     )
 
 
-def table_encode(x, values):
-    """The index of the nearest number of an ascending table, ties to the lower."""
-    middles = (values[1:] + values[:-1]) / 2
-    return np.where(np.isnan(x), 0, np.searchsorted(middles, np.nan_to_num(x, nan=0.0), side="left"))
+@dataclass(frozen=True)
+class IntFormat:
+    """Two's complement, or plain binary where not signed; halves round to even, NaN is 0."""
+
+    bits: int
+    signed: bool = True
+    nan = 0
+    smallest = 1.0
+
+    @property
+    def lowest(self):
+        return -(2 ** (self.bits - 1)) if self.signed else 0
+
+    @property
+    def largest(self):
+        return self.lowest + 2**self.bits - 1
+
+    @property
+    def values(self):
+        return self.decode(np.arange(2**self.bits))
+
+    def encode(self, x):
+        return int_encode(x, self.bits, self.signed)
+
+    def decode(self, codes):
+        return int_decode(codes, self.bits, self.signed)
 
 
-def e8m0_decode(byte):
-    return math.nan if byte == 255 else 2.0 ** (byte - 127)
+@dataclass(frozen=True)
+class TableFormat:
+    """The index of the nearest number of an ascending table, ties to the lower; NaN is 0."""
+
+    table: tuple[float, ...]
+    nan = 0
+
+    @property
+    def bits(self):
+        return math.ceil(math.log2(len(self.table)))
+
+    @property
+    def largest(self):
+        return max(abs(v) for v in self.table)
+
+    @property
+    def values(self):
+        return np.array(self.table)
+
+    def encode(self, x):
+        middles = (self.values[1:] + self.values[:-1]) / 2
+        return np.where(np.isnan(x), 0, np.searchsorted(middles, np.nan_to_num(x, nan=0.0), side="left"))
+
+    def decode(self, codes):
+        return self.values[np.asarray(codes, np.int64)]
+
+
+# bitsandbytes' table, from QLoRA's appendix E
+NF4_TABLE = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635
+-0.18477343022823334 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725 0.24611230194568634
+0.33791524171829224 0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0"""
+
+E2M1, E3M2, E2M3 = FloatFormat(2, 1), FloatFormat(3, 2), FloatFormat(2, 3)
+E4M3, E5M2 = FloatFormat(4, 3, "fn"), FloatFormat(5, 2, "ieee")
+NF4, BINARY = TableFormat(tuple(float(v) for v in NF4_TABLE.split())), TableFormat((-1.0, 1.0))
+FLOATS = {
+    "e2m1": E2M1,
+    "e3m0": FloatFormat(3, 0),
+    "e2m3": E2M3,
+    "e3m2": E3M2,
+    "e4m3": E4M3,
+    "e5m2": E5M2,
+    "e3m4": FloatFormat(3, 4, "fn"),
+    "ue4m3": FloatFormat(4, 3, "fn", signed=False),
+    "ue5m3": FloatFormat(5, 3, "fn", signed=False),
+    "e4m3fnuz": FloatFormat(4, 3, "fnuz"),
+    "e5m2fnuz": FloatFormat(5, 2, "fnuz"),
+    "e4m3fnuzb11": FloatFormat(4, 3, "fnuz", own_bias=11),
+    "e4m3ieee": FloatFormat(4, 3, "ieee"),
+    "e3m4ieee": FloatFormat(3, 4, "ieee"),
+}
+INTS = {f"{'' if s else 'u'}int{b}": IntFormat(b, s) for s in (True, False) for b in range(1, 9)}
+ELEMENTS = {**INTS, **FLOATS, "nf4": NF4, "binary": BINARY}
+HALVES = {"float16": FloatFormat(5, 10, "ieee"), "bfloat16": FloatFormat(8, 7, "ieee")}
 
 
 def pack(codes, bits):
@@ -123,14 +206,27 @@ def pack(codes, bits):
 # --- scales ---
 
 
-def mx_byte(amax, rule, emax=2, mantissa=1, largest=6.0):
+def e8m0_decode(byte):
+    return math.nan if byte == 255 else 2.0 ** (byte - 127)
+
+
+def e8m0_encode(x):
+    """The byte of the next power of two, up; it has neither sign nor zero, and saturates."""
+    fraction, exponent = np.frexp(np.abs(np.where(np.isfinite(x), x, 0.0)))
+    byte = np.clip(exponent - (fraction == 0.5) + 127, 0, 254)
+    byte = np.where(fraction == 0, 0, byte)
+    return np.where(np.isnan(x), 255, np.where(np.isinf(x), 254, byte))
+
+
+def mx_byte(amax, rule, element=E2M1):
     """The e8m0 byte of a block, from OCP MX v1.0 §6.3 (floor) and torchao's other modes."""
     if not math.isfinite(amax):
         return 255
     if amax == 0:
         return 0
+    emax = math.floor(math.log2(element.largest))
     if rule == "rceil":
-        amax = float(f32(amax * f32(1 / largest)))
+        amax = float(f32(amax * f32(1 / element.largest)))
         if amax == 0:
             return 0
     fraction, exponent = math.frexp(amax)  # amax = fraction·2**exponent, fraction in [0.5, 1)
@@ -141,100 +237,30 @@ def mx_byte(amax, rule, emax=2, mantissa=1, largest=6.0):
     elif rule == "rceil":
         e = exponent - (fraction == 0.5)
     else:  # "even": half of the last mantissa bit is added to the bits, and the exponent field taken
-        bits = int(np.float32(amax).view(np.uint32)) + 2 ** (23 - mantissa - 1)
+        bits = int(np.float32(amax).view(np.uint32)) + 2 ** (23 - element.mantissa - 1)
         e = (bits >> 23) - 127 - emax
     return min(max(e + 127, 0), 254)
 
 
-def floored(s):
-    """A scale that underflows float32 becomes the smallest usable one; NaN stays."""
-    return np.where(np.abs(s) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, s), s)
+FLOORS = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-24, "e4m3": 2.0**-9}
 
 
-# --- presets: x is (N, K), blocks are rows of at most g columns ---
+def bounded(x, smallest, largest):
+    """Magnitudes within [smallest, largest]; sign and NaN as they are."""
+    x = np.where(np.abs(x) < smallest, np.copysign(smallest, x), x)
+    return np.clip(x, -largest, largest)
 
 
-@dataclass
-class Quantized:
-    """Codes (N, K), what is stored as scale and zero point over the block grid, and the values decoded."""
-
-    codes: np.ndarray
-    scale: np.ndarray
-    values: np.ndarray
-    zero: np.ndarray | None = None
-    outer: float | None = None
+def store(x, name):
+    """Scales as a dtype holds them: bytes of e8m0, else numbers; what underflows becomes the smallest."""
+    if name == "e8m0":
+        return e8m0_encode(x)
+    kind = {**HALVES, "e4m3": E4M3}.get(name)
+    x = bounded(x, FLOORS[name], LARGEST if kind is None else kind.largest)
+    return f32(x) if kind is None else kind.decode(kind.encode(x))
 
 
-def blockwise(x, g, one):
-    """Apply `one(block) -> (codes, scale, values, zero)` to each block of at most g columns of each row."""
-    x = np.asarray(x, np.float64)
-    g = x.shape[1] if g == -1 else g
-    rows = [[one(row[i : i + g]) for i in range(0, len(row), g)] for row in x]
-    with np.errstate(over="ignore"):
-        codes, values = (np.array([np.concatenate([b[i] for b in row]) for row in rows]) for i in (0, 2))
-    scale, zero = (np.array([[b[i] for b in row] for row in rows], np.float64) for i in (1, 3))
-    return Quantized(codes, scale, np.clip(values, -LARGEST, LARGEST), zero)
-
-
-def symmetric(x, bits, g, rule="absmax"):
-    """compressed-tensors: s = amax/((2^b - 1)/2), q = round(clamp(x/s)); narrow: s = amax/(2^(b-1) - 1)."""
-
-    def one(block):
-        if rule == "absmax_full":  # auto-round: the extreme element, with its sign, is the lowest code
-            extreme = block[np.argmax(np.abs(block))] if np.isfinite(block).all() else math.nan
-            extreme = abs(extreme) if abs(extreme) in block else extreme
-            s = extreme / -(2 ** (bits - 1))
-        else:
-            divisor = (2**bits - 1) / 2 if rule == "absmax" else 2 ** (bits - 1) - 1
-            s = np.max(np.abs(block)) / divisor
-        s = floored(f32(s if np.isfinite(block).all() else math.nan))
-        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-        codes = int_encode(np.clip(f32(block / s), low, high), bits)
-        return codes, s, f32(int_decode(codes, bits) * s), 0.0
-
-    return blockwise(x, g, one)
-
-
-def affine(x, g):
-    """MSLK: s = max(max - min, 1e-6)/15, z = min + 8s, q = clamp(round((x - min)/s), 0, 15) - 8."""
-
-    def one(block):
-        low, high = np.min(block), np.max(block)
-        if not np.isfinite(block).all():
-            return np.zeros(len(block), np.int64), math.nan, np.full(len(block), math.nan), math.nan
-        span = min(float(f32(high - low)), LARGEST)
-        s = f32(max(span, float(np.float32(1e-6))) / 15)
-        z = f32(low + f32(8 * s))
-        with np.errstate(over="ignore"):
-            codes = int_encode(np.clip(np.rint(f32(f32(block - low) / s)), 0, 15) - 8, 4)
-        return codes, s, f32(f32(int_decode(codes, 4) * s) + z), z
-
-    return blockwise(x, g, one)
-
-
-def mxfp4(x, rule, g=32):
-    def one(block):
-        byte = mx_byte(float(np.max(np.abs(block))), rule)
-        s = e8m0_decode(byte)
-        codes = E2M1.encode(f32(block / s))
-        return codes, byte, f32(E2M1.decode(codes) * s), 0.0
-
-    return blockwise(x, g, one)
-
-
-def nvfp4(x, g=16, outer=None):
-    """outer = amax/2688 (= 6·448), block scale = e4m3((amax/6)/outer), at least 2^-9; w = q·(block·outer)."""
-    x = np.asarray(x, np.float64)
-    if outer is None:
-        outer = float(floored(f32(np.max(np.abs(x)) / 2688 if np.isfinite(x).all() else math.nan)))
-
-    def one(block):
-        ideal = f32(f32(np.max(np.abs(block)) / 6) / outer)
-        byte = int(E4M3.encode(np.maximum(ideal, 2.0**-9)))
-        s = f32(E4M3.decode(byte) * outer)
-        codes = E2M1.encode(f32(block / s))
-        return codes, byte, f32(E2M1.decode(codes) * s), 0.0
-
-    out = blockwise(x, g, one)
-    out.outer = outer
-    return out
+def load(kept, name):
+    if name != "e8m0":
+        return kept
+    return np.array([e8m0_decode(byte) for byte in range(256)])[np.asarray(kept, np.int64)]

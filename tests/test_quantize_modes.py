@@ -6,11 +6,9 @@ import warnings
 
 import pytest
 import torch
-from formats import PRESETS, assert_equal, assert_same
+from formats import ALL, PRESETS, assert_equal, assert_same
 
 import fq
-
-ALL = pytest.mark.parametrize("name", PRESETS)
 
 
 def hard_input() -> torch.Tensor:
