@@ -6,6 +6,7 @@ are the primitives' business. It is what `reference` registers, and what defines
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,56 +35,81 @@ def quantize_matrix(
     noise: Tensor | None = None,
     divisor: float | Tensor = 1.0,
     is_scale: bool = False,
-    shrink: Tensor | None = None,
 ) -> QTensor:
     """Quantize x/divisor, x: (*lead, R, C) float32.
 
     `divisor` lets nested scales be chosen in one division: their own scale is statistic/(divisor·d).
-    With `is_scale` the values are scales, which never become zero. `shrink` is the part of its range that
-    each block's scale is chosen for.
+    With `is_scale` the values are scales, which never become zero.
     """
-    if layout.rule in scales.SEARCH_RULES and scale is None:
-        shrink, outer_scale = _searched(x, layout, outer_scale)
-        layout = changed(layout.key, rule=None)
-    shape = (x.shape[-2], x.shape[-1])
-    element, origin = layout.element, None
-    statistic = None
-    if scale is None:
-        low, high = _extremes(x, layout)
-        if shrink is not None and (layout.zero_point is not None or layout.rule in scales.MX_RULES):
-            low, high, shrink = low * shrink, high * shrink, None
-        kept, statistic = _choose(low, high, layout, divisor, outer_scale, shrink)
-        if layout.zero_point == "float" and layout.scale == torch.float32:
-            origin = low  # MSLK subtracts the minimum itself, not z - 8s
+    if scale is not None:
+        grid = _given(scale, zero_point, outer_scale, layout)
+    elif layout.rule in scales.SEARCH_RULES:
+        grid = _searched(x, layout, outer_scale)
     else:
-        low = high = None
-        kept = _keep(scale.to(torch.float32), layout.scale, 1.0, outer_scale)
-    wide = load_scale(kept, layout.scale)
-    zero = None
-    if layout.zero_point is not None:
-        if zero_point is None:
-            if low is None or high is None:
-                raise ValueError(
-                    "quantize: a layout with a zero point needs zero_point= where scale= is given"
-                )
-            zero_point = _choose_zero(low, high, statistic, wide, layout)
-        zero = _keep_zero(zero_point, layout)
+        grid = _chosen(_extremes(x, layout), layout, divisor, outer_scale)
+    shape = (x.shape[-2], x.shape[-1])
+    codes = _encode(_divided(x, divisor), grid, layout, noise, is_scale)
+    data = pack(codes, layout.element.bits) if layout.element.bits < 8 else codes
+    stored = parse(stored_key(layout, shape))
+    return QTensor(data, grid.scale, stored, torch.float32, (shape[1],), grid.zero_point)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """What the numbers of a block are measured against: kept scale and zero point, and code zero's place."""
+
+    scale: Any
+    zero_point: Any = None
+    origin: Tensor | None = None
+
+
+def _given(scale: Tensor, zero_point: Tensor | None, outer_scale: Tensor | None, layout: Layout) -> _Grid:
+    kept = _keep(scale.to(torch.float32), layout.scale, 1.0, outer_scale)
+    if layout.zero_point is None:
+        return _Grid(kept)
+    if zero_point is None:
+        raise ValueError("quantize: a layout with a zero point needs zero_point= where scale= is given")
+    return _Grid(kept, _keep_zero(zero_point, layout))
+
+
+def _chosen(
+    extremes: tuple[Tensor, Tensor],
+    layout: Layout,
+    divisor: float | Tensor = 1.0,
+    outer_scale: Tensor | None = None,
+    shrink: Tensor | None = None,
+) -> _Grid:
+    """Choose scales and zero points; `shrink` is the part of its range that each block's are chosen for."""
+    low, high = extremes
+    if shrink is not None and (layout.zero_point is not None or layout.rule in scales.MX_RULES):
+        low, high, shrink = low * shrink, high * shrink, None
+    kept = _choose_scale(low, high, layout, divisor, outer_scale, shrink)
+    if layout.zero_point is None:
+        return _Grid(kept)
+    zero = _choose_zero(low, high, load_scale(kept, layout.scale), layout)
+    # MSLK subtracts the minimum itself, not z - 8s
+    origin = low if layout.zero_point == "float" and layout.scale == torch.float32 else None
+    return _Grid(kept, _keep_zero(zero, layout), origin)
+
+
+def _encode(
+    x: Tensor, grid: _Grid, layout: Layout, noise: Tensor | None = None, is_scale: bool = False
+) -> Tensor:
+    """Return the codes of x, one per element."""
+    shape, element = (x.shape[-2], x.shape[-1]), layout.element
+    wide = load_scale(grid.scale, layout.scale)
     spread = block.expand(wide, shape, layout.block)
     if layout.zero_point is None:
-        value = _divided(x, divisor) / spread
+        value = x / spread
         if is_scale:
             value = scales.floor_to(value, element.smallest, element.max)
-        codes = element.encode(value, noise)
-    elif layout.zero_point == "int":
-        assert isinstance(element, Int | UInt)
-        codes = element.encode(x / spread + block.expand(load_zero(zero, layout), shape, layout.block), noise)
-    else:
-        assert isinstance(element, Int | UInt)
-        if origin is None:
-            origin = load_zero(zero, layout) + element.min * wide
-        codes = element.encode((x - block.expand(origin, shape, layout.block)) / spread, noise, element.min)
-    data = pack(codes, element.bits) if element.bits < 8 else codes
-    return QTensor(data, kept, parse(stored_key(layout, shape)), torch.float32, (shape[1],), zero)
+        return element.encode(value, noise)
+    assert isinstance(element, Int | UInt)
+    zero = load_zero(grid.zero_point, layout)
+    if layout.zero_point == "int":
+        return element.encode(x / spread + block.expand(zero, shape, layout.block), noise)
+    origin = _saturated(zero + _saturated(element.min * wide)) if grid.origin is None else grid.origin
+    return element.encode((x - block.expand(origin, shape, layout.block)) / spread, noise, element.min)
 
 
 def _extremes(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -112,53 +138,90 @@ def _divided(x: Tensor, divisor: float | Tensor) -> Tensor:
     return x if isinstance(divisor, float) and divisor == 1.0 else x / divisor
 
 
-def _choose(
+def _choose_scale(
     low: Tensor,
     high: Tensor,
     layout: Layout,
     divisor: float | Tensor,
     outer_scale: Tensor | None,
     shrink: Tensor | None,
-) -> tuple[Any, Tensor]:
-    """Return the kept scale and the block statistic it came from; blocks with NaN or inf get NaN."""
+) -> Any:
+    """Return the kept scale; blocks with NaN or inf get NaN."""
     finite = torch.isfinite(low) & torch.isfinite(high)
     if layout.rule in scales.MX_RULES:
         amax = torch.where(finite, high, torch.nan)
-        return scales.MX_RULES[str(layout.rule)](amax / divisor, layout.element), amax  # type: ignore[arg-type]
+        return scales.MX_RULES[str(layout.rule)](amax / divisor, layout.element)  # type: ignore[arg-type]
     statistic, own = scales.LINEAR_RULES[str(layout.rule)](low, high, layout.element)
-    largest = torch.finfo(torch.float32).max  # a difference that overflows saturates
-    statistic = torch.where(finite, torch.clamp(statistic, -largest, largest), torch.nan)
+    statistic = torch.where(finite, _saturated(statistic), torch.nan)
     if layout.zero_point is not None and layout.zero_point != "int":
-        statistic = torch.clamp(statistic, min=AFFINE_FLOOR)
-    kept = _keep(statistic, layout.scale, divisor * (own if shrink is None else own / shrink), outer_scale)
-    if isinstance(layout.element, Codebook) and not layout.element.has_zero and isinstance(kept, Tensor):
+        # rounded up to a power of two, the range must not reach beyond float32
+        widest = own * 2.0 ** (128 - layout.element.bits) if layout.scale == scales.E8M0 else None
+        statistic = torch.clamp(statistic, AFFINE_FLOOR, widest)
+    if shrink is not None:
+        own = torch.full_like(shrink, own) / shrink  # number / tensor multiplies by the reciprocal
+    kept = _keep(statistic, layout.scale, divisor * own, outer_scale)
+    if isinstance(layout.element, Codebook) and not layout.element.has_zero:
         kept = torch.where(statistic == 0, 0.0, kept)  # only so does a block of zeros decode to zeros
-    return kept, statistic
+    return kept
 
 
-def _searched(x: Tensor, layout: Layout, outer_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the part of its range that fits each block best, and the scale of nested scales it holds for."""
+def _searched(x: Tensor, layout: Layout, outer_scale: Tensor | None) -> _Grid:
+    """Choose, for each block, from several parts of its range the one whose codes err least."""
     base = changed(layout.key, rule=None)
-    low, high = _extremes(x, base)
-    amax = torch.maximum(-low, high)
-    nested = layout.scale
+    extremes, nested = _extremes(x, base), layout.scale
+    amax = torch.maximum(-extremes[0], extremes[1])
     if isinstance(nested, Layout) and outer_scale is None:
         if layout.rule == "four_over_six":
             top = torch.where(torch.isfinite(amax), amax, torch.nan)
             top = block.reduce(top, nested.block, torch.amax) / (layout.element.max * FOUR_OVER_SIX_TOP)
             outer_scale = scales.load(scales.store(top, nested.scale), nested.scale)  # type: ignore[arg-type]
         else:
-            outer_scale = load_scale(quantize_matrix(x, base).scale.scale, nested.scale)
-    whole = block.expand(amax, (x.shape[-2], x.shape[-1]), layout.block)
-    best = least = torch.empty(0)
-    for i, factor in enumerate(scales.search_factors(str(layout.rule), layout.scale)):
+            outer_scale = load_scale(_chosen(extremes, base).scale.scale, nested.scale)
+    best = torch.ops.fq.search(x, outer_scale, layout.key)
+    return _chosen(extremes, base, outer_scale=outer_scale, shrink=best)
+
+
+# An operator, because compilers take minutes to fuse the many candidates.
+_lib = torch.library.Library("fq", "FRAGMENT")
+_lib.define("search(Tensor x, Tensor? outer_scale, str key) -> Tensor")
+
+
+def _search(x: Tensor, outer_scale: Tensor | None, key: str) -> Tensor:
+    """Return, over the block grid, the factor of `search_factors` with the least squared error."""
+    layout, base = parse(key), changed(key, rule=None)
+    extremes = _extremes(x, base)
+    amax = torch.maximum(-extremes[0], extremes[1])
+    largest = block.expand(amax, (x.shape[-2], x.shape[-1]), layout.block)
+    first, *others = scales.search_factors(str(layout.rule), layout.scale)
+
+    def error(shrink: Tensor) -> Tensor:
+        grid = _chosen(extremes, base, outer_scale=outer_scale, shrink=shrink)
+        values = _values(base.element.decode(_encode(x, grid, base)), grid.scale, grid.zero_point, base)
+        return _squared_error(values, x, largest, layout.block)
+
+    best = torch.full_like(amax, first)
+    least = error(best)
+    for factor in others:
         shrink = torch.full_like(amax, factor)
-        q = quantize_matrix(x, base, outer_scale=outer_scale, shrink=shrink)
-        error = _squared_error(dequantize_matrix(q), x, whole, layout.block)
-        better = error < least if i else torch.ones_like(error, dtype=torch.bool)
-        best = torch.where(better, shrink, best) if i else shrink
-        least = torch.where(better, error, least) if i else error
-    return best, outer_scale
+        found = error(shrink)
+        best, least = torch.where(found < least, shrink, best), torch.minimum(found, least)
+    return best
+
+
+def _search_fake(x: Tensor, outer_scale: Tensor | None, key: str) -> Tensor:
+    return x.new_empty((*x.shape[:-2], *block.grid((x.shape[-2], x.shape[-1]), parse(key).block)))
+
+
+def _search_batched(info: Any, dims: tuple[Any, ...], x: Tensor, outer: Tensor | None, key: str) -> Any:
+    x = x.expand(info.batch_size, *x.shape) if dims[0] is None else x.movedim(dims[0], 0)
+    outer = outer.movedim(dims[1], 0) if dims[1] is not None and outer is not None else outer
+    return torch.ops.fq.search(x, outer, key), 0
+
+
+_lib.impl("search", _search, "CompositeExplicitAutograd")
+_lib.impl("search", torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("fq::search", _search_fake, lib=_lib)
+torch.library.register_vmap("fq::search", _search_batched, lib=_lib)
 
 
 def _squared_error(w: Tensor, x: Tensor, amax: Tensor, blocks: block.Block) -> Tensor:
@@ -176,18 +239,21 @@ def _keep(statistic: Tensor, kind: Any, divisor: float | Tensor, outer_scale: Te
     return scales.store(_divided(statistic, divisor), kind)
 
 
-def _choose_zero(
-    low: Tensor, high: Tensor, statistic: Tensor | None, scale: Tensor, layout: Layout
-) -> Tensor:
+def _saturated(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Replace what overflowed by the largest number of `dtype`; NaN stays."""
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return torch.clamp(x, -largest, largest)
+
+
+def _choose_zero(low: Tensor, high: Tensor, scale: Tensor, layout: Layout) -> Tensor:
     element = layout.element
-    assert statistic is not None
     if layout.zero_point == "int":
         zero = torch.clamp(torch.round(element.min - low / scale), element.min, element.max)
-        return torch.where(torch.isnan(statistic), 0.0, zero)
-    zero = low - element.min * scale
+        return torch.where(torch.isnan(scale), 0.0, zero)
+    zero = _saturated(low - element.min * scale)
     if isinstance(layout.zero_point, Layout):  # once quantized it would not cancel a block of zeros
         zero = torch.where((low == 0) & (high == 0), 0.0, zero)
-    return torch.where(torch.isnan(statistic), torch.nan, zero)
+    return torch.where(torch.isnan(scale), torch.nan, zero)
 
 
 def _keep_zero(zero: Tensor, layout: Layout) -> Any:
@@ -196,8 +262,7 @@ def _keep_zero(zero: Tensor, layout: Layout) -> Any:
     if layout.zero_point == "int":
         return zero.to(torch.int8 if isinstance(layout.element, Int) else torch.uint8)
     dtype = zero_dtype(layout)
-    largest = torch.finfo(dtype).max
-    return scales.narrow(torch.clamp(zero.to(torch.float32), -largest, largest), dtype)
+    return scales.narrow(_saturated(zero.to(torch.float32), dtype), dtype)
 
 
 def zero_dtype(layout: Layout) -> torch.dtype:
@@ -239,16 +304,18 @@ def dequantize_matrix(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     It saturates: rounding up, the largest code may stand for more than the largest number of `dtype`.
     """
-    codes = decode_matrix(q)
+    w = _values(decode_matrix(q), q.scale, q.zero_point, q.layout)
+    return _saturated(w, dtype).to(dtype)
+
+
+def _values(codes: Tensor, scale: Any, zero_point: Any, layout: Layout) -> Tensor:
+    """Return what decoded codes (*lead, R, C) stand for under kept scales and zero points."""
     shape = (codes.shape[-2], codes.shape[-1])
-    spread = block.expand(load_scale(q.scale, q.layout.scale), shape, q.layout.block)
-    if q.layout.zero_point is None:
-        w = codes * spread
-    else:
-        zero = block.expand(load_zero(q.zero_point, q.layout), shape, q.layout.block)
-        w = (codes - zero) * spread if q.layout.zero_point == "int" else codes * spread + zero
-    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    return torch.clamp(w, -largest, largest).to(dtype)
+    spread = block.expand(load_scale(scale, layout.scale), shape, layout.block)
+    if layout.zero_point is None:
+        return codes * spread
+    zero = block.expand(load_zero(zero_point, layout), shape, layout.block)
+    return (codes - zero) * spread if layout.zero_point == "int" else codes * spread + zero
 
 
 def quantize_activation(x: Tensor, q: QTensor) -> QTensor:
