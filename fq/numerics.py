@@ -197,7 +197,7 @@ def _search(x: Tensor, outer_scale: Tensor | None, key: str) -> Tensor:
     def error(shrink: Tensor) -> Tensor:
         grid = _chosen(extremes, base, outer_scale=outer_scale, shrink=shrink)
         values = _values(base.element.decode(_encode(x, grid, base)), grid.scale, grid.zero_point, base)
-        return _squared_error(values, x, largest, layout.block)
+        return _squared_error(_saturated(values), x, largest, layout.block)
 
     best = torch.full_like(amax, first)
     least = error(best)
@@ -228,7 +228,8 @@ def _squared_error(w: Tensor, x: Tensor, amax: Tensor, blocks: block.Block) -> T
     """Return each block's squared error as an integer: no order of adding changes the sum."""
     unit = 2.0**40 if -1 not in blocks else 2.0**31
     relative = ((w - x) / amax).to(torch.float64)
-    error = torch.round(torch.nan_to_num(relative * relative, 0.0, 0.0, 0.0) * unit)
+    # A difference that overflows is at most twice amax.
+    error = torch.round(torch.nan_to_num(relative * relative, 0.0, 4.0) * unit)
     return block.reduce(error.to(torch.int64), blocks, torch.sum)
 
 

@@ -73,7 +73,7 @@ def quantize(x, fmt: Format, *, scale=None, outer=None, divisor=1.0, is_scale=Fa
             kept = keep(np.broadcast_to(np.asarray(scale, np.float64), blocks.grid), fmt.scale, 1.0, outer)
         number = kept.values if isinstance(kept, Quantized) else load(kept, fmt.scale)
         codes, values, zero = coded(f32(x / divisor), fmt, blocks, number, low, high, is_scale)
-    return Quantized(codes, kept, np.clip(values, -LARGEST, LARGEST), zero)
+    return Quantized(codes, kept, saturated(values), zero)
 
 
 def extremes(x, fmt, blocks):
@@ -96,7 +96,7 @@ def chosen(low, high, fmt, divisor, part, outer):
     if fmt.rule in MX_RULES:
         return np.array([[mx_byte(a, fmt.rule, fmt.element) for a in row] for row in f32(high / divisor)])
     span, reach = statistic(low, high, fmt)
-    span = np.clip(f32(span), -LARGEST, LARGEST)
+    span = saturated(span)
     if fmt.zero not in (None, "int"):
         span = np.maximum(span, f32(1e-6))  # MSLK's smallest range
     kept = keep(span, fmt.scale, divisor * (reach if part is None else f32(reach / f32(part))), outer)
@@ -137,20 +137,22 @@ def coded(x, fmt, blocks, scale, low, high, is_scale):
         zero = np.where(np.isnan(low), 0.0, zero)
         codes = element.encode(f32(np.rint(f32(f32(x / s) + blocks.spread(zero)))))
         return codes, f32((element.decode(codes) - blocks.spread(zero)) * s), zero
-    zero = number = f32(low - f32(element.lowest * scale))
+    zero = number = saturated(low - f32(element.lowest * scale))
     if isinstance(fmt.zero, Format):  # once rounded it would not cancel a block of zeros
         zero = quantize(np.where((low == 0) & (high == 0), 0.0, zero), fmt.zero)
         number = zero.values
-    else:
-        zero = number = np.clip(zero, -LARGEST, LARGEST)
-        if fmt.scale in HALVES:  # kept in the scale's dtype
-            kind = HALVES[fmt.scale]
-            zero = number = kind.decode(kind.encode(zero))
+    elif fmt.scale in HALVES:  # kept in the scale's dtype
+        kind = HALVES[fmt.scale]
+        zero = number = kind.decode(kind.encode(zero))
     # MSLK, whose scales are float32, subtracts the minimum itself.
     plain = fmt.zero == "float" and fmt.scale == "float32"
-    origin = low if plain else f32(number + f32(element.lowest * scale))
+    origin = low if plain else saturated(number + saturated(element.lowest * scale))
     codes = element.encode(np.rint(f32(f32(x - blocks.spread(origin)) / s)) + element.lowest)
     return codes, f32(f32(element.decode(codes) * s) + blocks.spread(number)), zero
+
+
+def saturated(x):
+    return np.clip(f32(x), -LARGEST, LARGEST)
 
 
 def searched(x, fmt):
@@ -180,7 +182,7 @@ def searched(x, fmt):
     for part in parts:
         values = quantize(x, base, outer=outer, part=np.full(blocks.grid, part)).values
         error = f32(f32(values - x) / blocks.spread(amax)) ** 2
-        error = np.rint(np.nan_to_num(error, nan=0, posinf=0) * (2.0**31 if -1 in fmt.block else 2.0**40))
+        error = np.rint(np.nan_to_num(error, nan=0, posinf=4) * (2.0**31 if -1 in fmt.block else 2.0**40))
         error = blocks.reduce(np.add, error, 0.0)
         best, least = np.where(error < least, part, best), np.minimum(error, least)
     return quantize(x, base, outer=outer, part=best)
