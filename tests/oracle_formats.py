@@ -99,6 +99,8 @@ def chosen(low, high, fmt, divisor, part, outer):
     span = saturated(span)
     if fmt.zero not in (None, "int"):
         span = np.maximum(span, f32(1e-6))  # MSLK's smallest range
+        if fmt.scale == "e8m0":  # rounded up, all codes must still be float32 numbers
+            span = np.minimum(span, reach * 2.0 ** (128 - fmt.element.bits))
     kept = keep(span, fmt.scale, divisor * (reach if part is None else f32(reach / f32(part))), outer)
     if fmt.element == BINARY:  # it has no zero, so a block of zeros has scale zero
         kept = np.where(span == 0, 0.0, kept)
@@ -134,12 +136,13 @@ def coded(x, fmt, blocks, scale, low, high, is_scale):
         return codes, f32(element.decode(codes) * s), None
     if fmt.zero == "int":
         zero = np.clip(np.rint(f32(element.lowest - f32(low / scale))), element.lowest, element.largest)
-        zero = np.where(np.isnan(low), 0.0, zero)
+        zero = np.where(np.isnan(zero), 0.0, zero)
         codes = element.encode(f32(np.rint(f32(f32(x / s) + blocks.spread(zero)))))
         return codes, f32((element.decode(codes) - blocks.spread(zero)) * s), zero
     zero = number = saturated(low - f32(element.lowest * scale))
     if isinstance(fmt.zero, Format):  # once rounded it would not cancel a block of zeros
-        zero = quantize(np.where((low == 0) & (high == 0), 0.0, zero), fmt.zero)
+        flat = (low == 0) & (high == 0) & ~np.isnan(scale)
+        zero = quantize(np.where(flat, 0.0, zero), fmt.zero)
         number = zero.values
     elif fmt.scale in HALVES:  # kept in the scale's dtype
         kind = HALVES[fmt.scale]
@@ -172,7 +175,7 @@ def searched(x, fmt):
         )
         outer = store(f32(top / 1536), fmt.scale.scale)
     elif isinstance(fmt.scale, Format):
-        outer = quantize(x, base).scale.scale
+        outer = load(quantize(x, base).scale.scale, fmt.scale.scale)
     parts = [1 - i / 25 for i in range(16)]
     if fmt.rule == "four_over_six":
         parts = [1.0, 1.5]  # the largest element becomes 6, or 4

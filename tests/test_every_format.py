@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from formats import EVERY, SPECS, assert_matches, expected
-from oracle import LARGEST
-from oracle_formats import Quantized, quantize
+from oracle import ELEMENTS, LARGEST
+from oracle_formats import Format, Quantized, quantize
 
 import fq
+from fq.layouts import scale as scales
 
 
 def hard() -> torch.Tensor:
@@ -58,17 +59,59 @@ def test_other_inputs_are_the_oracles(name):
         assert_matches(fq.quantize(x, EVERY[name]), expected(name, x))
 
 
+# Elements, blocks, scales, zero points and rules as no preset puts them together.
+COMBINATIONS = [
+    "int5:g16:asym:scale=e8m0",
+    "uint6:block-1x8:int-zp:scale=e4m3",
+    "int8:block3x5:absmax_full:scale=float16",
+    "uint3:g1:sym:absmax_full:scale=bfloat16",
+    "e3m0:block4x-1:scale=e8m0:ceil",
+    "e4m3ieee:tensor:scale=float16",
+    "e3m4:block3x5:mse",
+    "e5m2fnuz:g7:scale=(ue5m3:block4x-1:scale=e8m0)",
+    "e4m3fnuzb11:g16:scale=(int8:g2:scale=bfloat16)",
+    "ue4m3:row:scale=(e5m2:tensor)",
+    "nf4:g7:scale=e8m0",
+    "nf4:block3x5:scale=(e4m3:g2:scale=float16):mse",
+    "binary:block-1x8:scale=float16",
+    "int8:g7:int-zp:scale=(int8:g7:scale=float16)",
+    "int2:row:int-zp:scale=(uint4:g1:sym:scale=e8m0):mse",
+    "uint6:g16:zp=(fp8:g7:scale=e4m3):scale=(uint6:tensor:sym:scale=bfloat16)",
+    "int4:g7:zp=(int8:row):scale=(ue4m3:g1:scale=(uint8:tensor:sym))",
+]
+
+
+def spec_of(layout: fq.Layout) -> Format:
+    """The oracle's description of a layout."""
+    scale, zero = layout.scale, layout.zero_point
+    return Format(
+        ELEMENTS[layout.element.name],
+        layout.block,
+        spec_of(scale) if isinstance(scale, fq.Layout) else scales.dtype_name(scale),
+        spec_of(zero) if isinstance(zero, fq.Layout) else zero,
+        layout.rule,
+    )
+
+
+@pytest.mark.parametrize("key", COMBINATIONS)
+def test_combinations_are_the_oracles(key):
+    layout = fq.layout(key)
+    for x in (hard(), hard()[[0, 1, 5, 6, 7, 8, 12]], hard()[[0, 7, 8, 9, 11, 12]]):
+        assert_matches(fq.quantize(x, layout), quantize(x, spec_of(layout)))
+
+
+def test_presets_are_made_of_what_they_say():
+    assert {name: spec_of(layout) for name, layout in EVERY.items()} == SPECS
+
+
 def test_every_preset_and_rule_is_compared():
     """A rule, scale dtype or kind of zero point that is added needs a row in `formats`."""
-    from fq.layouts import scale as scales
-
     layouts = list(EVERY.values())
     assert {layout.rule for layout in layouts} == set(scales.RULES)
     dtypes = {layout.scale for layout in layouts if not isinstance(layout.scale, fq.Layout)}
     assert {scales.dtype_name(d) for d in dtypes} == {"float32", "float16", "bfloat16", "e4m3", "e8m0"}
     zeros = {"nested" if isinstance(z, fq.Layout) else z for z in (layout.zero_point for layout in layouts)}
     assert zeros == {None, "int", "float", "nested"}
-    assert {SPECS[name].block == EVERY[name].block for name in EVERY} == {True}
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,8 @@ def test_case_H6_group_sizes_that_are_no_integers(size):
         ("lut()", "Codebook: expected 2 to 256"),
         ("lut(1,x)", "unknown name 'lut"),
         ("lut(2.0,1.0)", "ascending"),
+        ("e4m3:g16:scale=(ue7m0:row)", "quantized scales ue7m0 can become zero, and blocks of zeros NaN"),
+        ("int4:g8:sym:scale=(ue4m3:g2:scale=(e5m2))", "can become zero, and blocks of zeros NaN"),
         (" int8", "unknown name"),
     ],
 )

@@ -84,6 +84,11 @@ class Layout:
                 )
         if isinstance(self.scale, Layout) and self.scale.zero_point is not None:
             raise ValueError(f"Layout: quantized scales have no zero point, got {self.scale.key}; use ':sym'")
+        if scales.least(self.scale) < 2.0**-149:  # the smallest float32 number
+            raise ValueError(
+                f"Layout: quantized scales {self.scale} can become zero, and blocks of zeros NaN; use fewer "
+                "levels, or an element of less range"
+            )
         zero = self.zero_point
         if isinstance(zero, Layout) and not zero.element.signed and self._misfits(zero):
             raise ValueError(

@@ -54,6 +54,13 @@ def dtype_of(name: str | torch.dtype) -> ScaleDtype:
     return _NAMES[name]
 
 
+def least(kind: Any) -> float:
+    """Return the smallest number that a kept scale can stand for, before float32 rounds it."""
+    if _is_layout(kind):
+        return kind.element.smallest * least(kind.scale)
+    return 2.0**-127 if kind == E8M0 else _FLOORS[kind]
+
+
 def stored_dtype(dtype: Any) -> torch.dtype:
     """Return the dtype of the tensor that holds scales of `dtype`."""
     return torch.uint8 if isinstance(dtype, str) else dtype
