@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fq.checks import FLOATS
 from fq.layouts import Layout
+from fq.layouts.layout import changed
 from fq.leaves import LEAF_TYPES
 from fq.primitives import quantize
 from fq.qtensor import QTensor
+from fq.roles import Role, guessed_roles, module_roles, view_key
 
 Policy = Layout | Mapping[str, Layout | None] | Callable[[str, Any], Layout | None]
 
@@ -182,71 +183,12 @@ def _check_used(policy: Policy, names: Iterable[str], used: set[str]) -> None:
         )
 
 
-# --- roles ---
-
-_EMBEDDINGS = {"embed", "embedding", "embeddings", "embed_tokens", "wte", "wpe", "word_embeddings", "shared"}
-_HEADS = {"lm_head", "head", "classifier", "score", "cls", "qa_outputs"}
-_ROUTERS = {"router", "gate"}
-
-
-def _guess(name: str, value: Any) -> str:
-    """Guess a role from a bare name and shape."""
-    parts = set(name.split("."))
-    if value.ndim < 2:
-        return "vector"
-    if parts & _EMBEDDINGS or any(p.endswith(("_embedding", "_embeddings")) for p in parts):
-        return "embedding"
-    if parts & _HEADS:
-        return "head"
-    return "router" if _is_router(name, value) else "matmul"
-
-
-def _is_router(name: str, value: Any) -> bool:
-    """Whether a matrix chooses among experts: fewer outputs than inputs, and named so."""
-    return bool(_ROUTERS & set(name.split("."))) and value.shape[-2] < value.shape[-1]
-
-
-def _guessed_roles(params: Mapping[str, Any]) -> dict[str, str]:
-    """Guess the role of every entry of a bare dict; what shares an embedding's storage is a head."""
-    roles = {name: _guess(name, value) for name, value in params.items()}
-    embeddings = {view_key(params[name]) for name, role in roles.items() if role == "embedding"}
-    if embeddings:
-        for name, role in roles.items():
-            if role == "matmul" and view_key(params[name]) in embeddings:
-                roles[name] = "head"
-    return roles
-
-
-def _is_linear(owner: nn.Module) -> bool:
-    """Whether a module multiplies by its weight; torch marks those whose owner reads the weight itself."""
-    return isinstance(owner, nn.Linear) and not isinstance(owner, NonDynamicallyQuantizableLinear)
-
-
-def _module_roles(module: nn.Module) -> dict[str, str]:
-    """Return the role of every parameter by the type of the module that owns it."""
-    roles: dict[str, str] = {}
-    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
-    tied = {id(m.weight) for m in embeddings if "weight" in m._parameters}
-    sizes = {(m.num_embeddings, m.embedding_dim) for m in embeddings}
-    for path, owner in module.named_modules(remove_duplicate=False):
-        for attribute, parameter in owner._parameters.items():
-            if parameter is None:
-                continue
-            name = f"{path}.{attribute}" if path else attribute
-            if isinstance(owner, nn.Embedding):
-                roles[name] = "embedding"
-            elif _is_linear(owner) and attribute == "weight":
-                last, size = path.rpartition(".")[2], (owner.out_features, owner.in_features)
-                is_head = id(parameter) in tied or last in _HEADS or (size in sizes and size[0] != size[1])
-                roles[name] = "head" if is_head else "router" if _is_router(name, parameter) else "matmul"
-            elif parameter.ndim < 2:
-                roles[name] = "vector"
-            else:
-                roles[name] = type(owner).__name__
-    return roles
-
-
-def plan(module_or_params: nn.Module | Mapping[str, Any], policy: Policy) -> Plan:
+def plan(
+    module_or_params: nn.Module | Mapping[str, Any],
+    policy: Policy,
+    *,
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+) -> Plan:
     """Say which parameters will be quantized, how, and why the others are kept; prints as a table.
 
     Args:
@@ -256,6 +198,11 @@ def plan(module_or_params: nn.Module | Mapping[str, Any], policy: Policy) -> Pla
             dict of pattern -> Layout or None, the first match wins; or a function (name, tensor) ->
             Layout or None. A pattern of `[A-Za-z0-9_.]` is a run of whole name components; anything
             else, or a leading `re:`, is a regular expression for the whole name.
+        example: (args, kwargs) of one forward, run to see what it does with each parameter: for modules
+            whose types say too little. It may be on the meta device, as the module.
+
+    A layout of axis -1 is turned to -2 where the matmul contracts the other dimension: the weights (in, out)
+    of transformers' Conv1D, experts (E, in, out).
 
     Raises:
         TypeError: the policy or a parameter is of the wrong kind, or integers are to be quantized.
@@ -270,16 +217,18 @@ def plan(module_or_params: nn.Module | Mapping[str, Any], policy: Policy) -> Pla
     _check_policy(policy)
     if isinstance(module_or_params, nn.Module):
         params: Mapping[str, Any] = dict(module_or_params.named_parameters(remove_duplicate=False))
-        roles, guessed = _module_roles(module_or_params), False
+        roles = module_roles(module_or_params, example)
+    elif example is not None:
+        raise TypeError("plan: example= runs a module, got a dict of tensors")
     else:
         params = _checked(module_or_params)
-        roles, guessed = _guessed_roles(params), True
+        roles = guessed_roles(params)
     used: set[str] = set()
     seen: dict[Any, dict[str | None, str]] = {}
-    decided = {name: _decide(policy, roles[name], name, value, used) for name, value in params.items()}
+    decided = {name: _decide(policy, roles[name].name, name, value, used) for name, value in params.items()}
     _check_used(policy, params, used)
     _check_values(params, [name for name, (layout, _) in decided.items() if layout is not None])
-    return Plan(tuple(_entry(n, v, roles[n], *decided[n], guessed, seen) for n, v in params.items()))
+    return Plan(tuple(_entry(n, v, roles[n], *decided[n], seen) for n, v in params.items()))
 
 
 def _checked(params: Any) -> Mapping[str, Any]:
@@ -312,14 +261,15 @@ def _form(leaf: Any) -> str:
 def _entry(
     name: str,
     value: Any,
-    role: str,
+    role: Role,
     layout: Layout | None,
     reason: str,
-    guessed: bool,
     seen: dict[Any, dict[str | None, str]],
 ) -> Entry:
     if isinstance(value, LEAF_TYPES):
         reason = f"already quantized ({_form(value)})"
+    if layout is not None and layout.axis == -1 and role.axis == -2 and value.ndim > 1:
+        layout = changed(layout.key, axis=-2)
     key = None if layout is None else layout.key
     names = seen.setdefault(view_key(value), {})  # those of one storage, by layout
     first = next(iter(names.values()), None)
@@ -331,38 +281,18 @@ def _entry(
     else:
         tied_to = untied_from = None
     nbytes = sum(t.nbytes for t in pytree.tree_leaves(value))
-    axis = layout.axis if layout is not None else -1
+    axis = layout.axis if layout is not None else role.axis
     return Entry(
         name,
         tuple(value.shape),
         value.dtype,
-        role,
+        role.name,
         layout,
         reason,
         nbytes,
         axis,
-        1,
+        role.inner,
         tied_to,
         untied_from,
-        guessed,
+        role.guessed,
     )
-
-
-# --- ties ---
-
-
-def view_key(value: Any) -> Any:
-    """Return what two values have in common that are the same numbers of the same storage."""
-    if torch.compiler.is_compiling():
-        return id(value)  # Dynamo sees no storages
-    if isinstance(value, Tensor):
-        return _view(value)
-    leaves, spec = pytree.tree_flatten(value)
-    return spec, *map(_view, leaves)
-
-
-def _view(t: Tensor) -> Any:
-    if torch._C._functorch.is_functorch_wrapped_tensor(t):  # type: ignore[attr-defined]
-        return id(t)  # inside a transform there is no storage to compare
-    storage = t.untyped_storage()._cdata  # on meta every data_ptr is 0
-    return storage, t.storage_offset(), t.dtype, tuple(t.shape), tuple(t.stride())

@@ -12,9 +12,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fq.leaves import FakeQuantized
-from fq.policies import table, view_key
+from fq.policies import table
 from fq.primitives import dequantize
 from fq.qtensor import QTensor
+from fq.roles import view_key
 
 Params = Mapping[str, Any]
 

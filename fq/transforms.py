@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from fq.layouts.layout import changed
 from fq.leaves import LEAF_TYPES, FakeQuantized
-from fq.policies import Plan, Policy, plan, view_key
+from fq.policies import Plan, Policy, plan
 from fq.primitives import dequantize, fake_quantize, quantize
 from fq.qtensor import QTensor, stack
+from fq.roles import view_key
 from fq.slices import quantize_slices
 
 Params = Mapping[str, Any]

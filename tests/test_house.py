@@ -29,7 +29,7 @@ FLOORS = (
     {"primitives", "codes", "products", "dispatch", "autograd", "checks"},
     {"rules"},
     {"leaves"},
-    {"policies", "slices", "binding", "transforms", "summaries"},
+    {"policies", "roles", "recording", "slices", "binding", "transforms", "summaries"},
     {"kv_cache", "optim", "distributed"},
     {"calibration"},
     {"checkpoints"},
@@ -38,7 +38,7 @@ FLOORS = (
     {"cli", "demo", "__main__"},  # above it, since they read as user code does: `import fq`
 )
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
-KNOW_MODULES = {"fq.policies", "fq.binding", "fq.transforms"}
+KNOW_MODULES = {"fq.policies", "fq.roles", "fq.recording", "fq.binding", "fq.transforms"}
 
 
 @dataclass(frozen=True)

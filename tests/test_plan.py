@@ -178,7 +178,7 @@ def test_roles_come_from_module_types():
     roles = {e.name: e.role for e in plan}
     assert roles == {
         "embed.weight": "embedding",
-        "conv.weight": "Conv2d",
+        "conv.weight": "convolution",
         "conv.bias": "vector",
         "attention.in_proj_weight": "MultiheadAttention",
         "attention.in_proj_bias": "vector",
@@ -192,7 +192,7 @@ def test_roles_come_from_module_types():
         "out.weight": "head",
     }
     assert plan.quantized == ("up.weight",)
-    assert plan["conv.weight"].reason == "Conv2d is kept by default"
+    assert plan["conv.weight"].reason == "convolution is kept by default"
     assert plan["gate.weight"].reason == "router is kept by default"
     assert "guess" not in str(plan)
     assert fq.plan(Model(), {"re:.*gate.*": I8, "out": I8}).quantized == ("gate.weight", "out.weight")
