@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import gcd, lcm, prod
 from typing import Any
 
+import pytest
 import torch
 import torch.utils._pytree as pytree
 
@@ -29,6 +30,24 @@ FORMATS = (
     "int3:g8",
     "uint5:g8",
     "fp8:g8",
+)
+# More elements and scale dtypes of the same kinds.
+OTHERS = (
+    "fp8:tensor",
+    "e5m2:block4x8",
+    "ue4m3:g8",
+    "e2m3:g8:scale=e8m0",
+    "e4m3:g8:scale=e8m0",
+    "binary:g8",
+    "nf4:g8",
+    "nf4:g8:scale=(uint8:g4:sym)",
+    "int4:g8:sym:scale=e4m3",
+    "int8:scale=float16",
+    "uint4:g8:scale=bfloat16",
+    "uint4:g8:scale=(uint6:g4:sym:scale=float16):zp=(uint6:g4:sym:scale=float16:absmax_full)",
+)
+TEXTS = pytest.mark.parametrize(
+    "text", [*FORMATS, *(pytest.param(t, marks=pytest.mark.slow) for t in OTHERS)]
 )
 # What a refusal must say: the alignment that is needed, or that the packed dimension stays.
 REASONS = (

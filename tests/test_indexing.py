@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from laws import FORMATS, along, holds, quantized, same, step
+from laws import TEXTS, along, holds, quantized, same, step
 
 import fq
 
@@ -50,7 +50,7 @@ ON_ROWS = {
 }
 
 
-@pytest.mark.parametrize("text", FORMATS)
+@TEXTS
 def test_indexing_rows(text):
     q = quantized(text, 6, 16)
     for name, f in ON_ROWS.items():
@@ -90,7 +90,7 @@ ON_LEAD = {
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("text", FORMATS)
+@TEXTS
 def test_indexing_leading_dimensions(text, axis):
     q = quantized(text, *along(axis, 3, 2, 6, 16), axis=axis)
     for name, f in ON_LEAD.items():
@@ -122,7 +122,7 @@ def test_indexing_leading_dimensions_and_rows_at_once(text, axis):
     assert not holds(lambda t: t[(I, ..., *place(I))], q)
 
 
-@pytest.mark.parametrize("text", FORMATS)
+@TEXTS
 def test_rows_that_share_a_block_are_not_gathered_but_whole_ones_are(text):
     q = quantized(text, 6, 16)
     every = step(q, -2)
@@ -195,7 +195,7 @@ def test_convolution_weights_keep_their_inner_dimensions_together():
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("text", FORMATS)
+@TEXTS
 def test_transposing_the_matrix_moves_no_byte(text, axis):
     for shape in ((5, 13), (2, 5, 13), (1, 2, 5, 13)):
         q = quantized(text, *shape, axis=axis)
@@ -209,7 +209,7 @@ def test_transposing_the_matrix_moves_no_byte(text, axis):
         quantized(text, 2, 5, 13, axis=axis).T  # noqa: B018
 
 
-@pytest.mark.parametrize("text", FORMATS)
+@TEXTS
 def test_permuting_leading_dimensions_and_rows(text):
     q = quantized(text, 2, 3, 4, 16)
     one_row_high = q.layout.block[0] == 1 and text != "nvfp4"
@@ -237,7 +237,7 @@ def test_permuting_leading_dimensions_and_rows(text):
             q.transpose(0, 2)
 
 
-@pytest.mark.parametrize("text", FORMATS)
+@TEXTS
 def test_squeeze_and_unsqueeze(text):
     q = quantized(text, 1, 2, 1, 16)
     for f in (

@@ -15,6 +15,8 @@ def hard_input() -> torch.Tensor:
     """Matrices with ties, zero blocks, subnormals, huge numbers, NaN and inf, and a ragged edge."""
     x = torch.randn(4, 6, 80)
     x[0] = torch.randint(-24, 25, (6, 80)) / 4
+    x[1, 0] = 2.0**-149
+    x[1, 1, ::2], x[1, 1, 1::2] = torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max
     x[1, 2] = 0.0
     x[1, 3] *= 2.0**-130
     x[1, 4] *= 2.0**120
@@ -55,23 +57,33 @@ def test_mapped_and_compiled_bits_equal_eager_ones(name, fresh_compile):
             same(compiled(m), eager)
 
 
-SLOW = (
-    "int8:g32",
-    "int8:block20x1",
-    "int4:g32:scale=float16",
-    *(layout.key for layout in PRESETS.values() if layout.key != "mxfp4"),
-)
-
-
 # Half-precision scales: Inductor skips a cast down that is followed by one up.
-FAST = ("mxfp4", "int4:g32:scale=bfloat16")
+FAST = ["mxfp4", "int4:g32:scale=bfloat16"]
+BLOCKS = ["int8:g32", "int8:block20x1", "fp8:block5x24", "int4:g32:scale=float16", "nf4:g32:scale=e4m3"]
+SLOW = [*BLOCKS, *(layout.key for layout in PRESETS.values() if layout.key not in FAST)]
+CHUNKS = [FAST, *(SLOW[i : i + 6] for i in range(0, len(SLOW), 6))]
 
 
-@pytest.mark.parametrize("key", [*FAST, *(pytest.param(key, marks=pytest.mark.slow) for key in SLOW)])
-def test_inductor_bits_equal_eager_ones(key, fresh_compile):
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param(keys, marks=() if keys == FAST else pytest.mark.slow, id=keys[0]) for keys in CHUNKS],
+)
+def test_inductor_bits_equal_eager_ones(keys, fresh_compile):
     """Its own kernels: rows of 80 leave a ragged block, and no multiple of its vectors."""
-    x, run = hard_input(), round_trip(fq.layout(key))
-    same(torch.compile(run, fullgraph=True)(x), run(x))
+    x, runs = hard_input(), {key: round_trip(fq.layout(key)) for key in keys}
+    compiled = torch.compile(lambda x: {key: run(x) for key, run in runs.items()}, fullgraph=True)(x)
+    for key, run in runs.items():
+        same(compiled[key], run(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inductor_bits_of_half_precision_input_equal_eager_ones(dtype, fresh_compile):
+    x = torch.clamp(hard_input(), torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+    runs = {key: round_trip(fq.layout(key)) for key in ("int8", "int4:g32", "mxfp6", "fp8", "nf4:g32")}
+    compiled = torch.compile(lambda x: {key: run(x) for key, run in runs.items()}, fullgraph=True)(x)
+    for key, run in runs.items():
+        same(compiled[key], run(x))
 
 
 @pytest.mark.slow

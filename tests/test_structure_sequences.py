@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from hypothesis import given, settings
-from laws import FORMATS, Q4_K, REASONS, holds, is_sound, quantized, same
+from laws import FORMATS, Q4_K, REASONS, TEXTS, holds, is_sound, quantized, same
 
 import fq
 
@@ -174,7 +174,7 @@ def test_most_operations_of_the_sequences_were_taken():
 # --- what the children hold, and how they lie in memory ---
 
 
-@pytest.mark.parametrize("text", FORMATS)
+@TEXTS
 def test_children_may_be_strided_views(text):
     wide = quantized(text, 3, 6, 64)
     q = pytree.tree_map(
