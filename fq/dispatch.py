@@ -22,7 +22,7 @@ def prepack(tree: Any, backend: str = "auto") -> Any:
     rounded: `canonical(prepack(q))` is byte-equal to q.
 
     Raises:
-        BackendError: the named backend has no storage for a leaf; says why.
+        BackendError: the named backend has no storage for some leaves; names each, and says why.
 
     Example:
         >>> import fq, torch
@@ -31,10 +31,12 @@ def prepack(tree: Any, backend: str = "auto") -> Any:
         True
     """
     check_name(backend)
+    verdicts("linear_adjoint")  # loads the backends, which register their storages
+    refused = []
 
-    def convert(q: Any) -> Any:
+    def choose(path: Any, q: Any) -> Any:
         if not isinstance(q, QTensor) or q.layout.storage != CANONICAL:
-            return q
+            return None
         check_qtensor("prepack", q)
         reasons = []
         for hook in HOOKS.values():
@@ -42,15 +44,20 @@ def prepack(tree: Any, backend: str = "auto") -> Any:
                 continue
             reason = hook.accepts(q) or (hook.unwanted(q) if backend == "auto" else None)
             if reason is None:
-                return hook.prepack(q)
+                return hook
             reasons.append(reason)
-        if backend == "auto":
-            return q
-        why = "; ".join(reasons) or "it keeps every layout canonical"
-        raise BackendError(f"prepack: backend {backend!r} has no storage for {q.layout.key}: {why}")
+        if backend != "auto":
+            where = f" ({pytree.keystr(path)})" if path else ""
+            why = "; ".join(reasons) or "it keeps every layout canonical"
+            refused.append(f"{q.layout.key}{where}: {why}")
+        return None
 
-    verdicts("linear_adjoint")  # loads the backends, which register their storages
-    return pytree.tree_map(convert, tree, is_leaf=lambda v: isinstance(v, QTensor))
+    leaves, spec = pytree.tree_flatten_with_path(tree, is_leaf=lambda v: isinstance(v, QTensor))
+    hooks = [choose(path, q) for path, q in leaves]
+    if refused:  # all of them, before any is converted
+        raise BackendError(f"prepack: backend {backend!r} has no storage for {'; '.join(refused)}")
+    out = [q if hook is None else hook.prepack(q) for hook, (_, q) in zip(hooks, leaves, strict=True)]
+    return pytree.tree_unflatten(out, spec)
 
 
 def canonical(tree: Any) -> Any:

@@ -51,7 +51,14 @@ def quantize_matrix(
     codes = _encode(_divided(x, divisor), grid, layout, noise, is_scale)
     data = pack(codes, layout.element.bits) if layout.element.bits < 8 else codes
     stored = parse(stored_key(layout, shape))
-    return QTensor(data, grid.scale, stored, torch.float32, (shape[1],), grid.zero_point)
+    return QTensor(
+        _dense(data), _dense(grid.scale), stored, torch.float32, (shape[1],), _dense(grid.zero_point)
+    )
+
+
+def _dense(child: Any) -> Any:
+    """Return a child row by row, not in the strides of a transposed input, which kernels refuse."""
+    return child.contiguous() if isinstance(child, Tensor) else child
 
 
 @dataclass(frozen=True)
@@ -236,6 +243,9 @@ def _squared_error(w: Tensor, x: Tensor, amax: Tensor, blocks: block.Block) -> T
 def _keep(statistic: Tensor, kind: Any, divisor: float | Tensor, outer_scale: Tensor | None) -> Any:
     """Store statistic/divisor as a scale of `kind`: a tensor, or a QTensor where the layout nests."""
     if isinstance(kind, Layout):
+        if outer_scale is not None:  # one for all stands in every outer block
+            outer = block.grid((statistic.shape[-2], statistic.shape[-1]), kind.block)
+            outer_scale = outer_scale.expand(*statistic.shape[:-2], *outer)
         return quantize_matrix(statistic, kind, scale=outer_scale, divisor=divisor, is_scale=True)
     return scales.store(_divided(statistic, divisor), kind)
 

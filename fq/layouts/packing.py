@@ -40,9 +40,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
                 value = part if value is None else value | part
         assert value is not None
         out.append(value)
-    if width == 1:
-        return out[0]
-    return torch.stack(out, -1).flatten(-2)[..., : row_bytes(size, bits)].contiguous()
+    packed = out[0] if width == 1 else torch.stack(out, -1).flatten(-2)[..., : row_bytes(size, bits)]
+    return packed.contiguous()
 
 
 def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
