@@ -39,15 +39,17 @@ DEGENERATE = ("zeros", "minus zeros", "subnormal", *NONFINITE)
 def compressed(
     x: Tensor, layout: fq.Layout, args: QuantizationArgs, compressor: type, outer: Tensor | None = None
 ):
-    """Return x as compressed-tensors keeps it: its scales in the shape of fq's, and its codes."""
+    """Return x as compressed-tensors keeps it: its scales in the shape of fq's, its codes, and its values."""
     low, high = (reduce(x, layout.block, op) for op in (torch.amin, torch.amax))
     scale, _ = calculate_qparams(low, high, args, global_scale=outer)
     state = {"weight": x, "weight_scale": scale} | ({} if outer is None else {"weight_global_scale": outer})
-    state = compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args))
-    return state["weight_scale"].reshape(low.shape), state.get("weight_packed", state.get("weight"))
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    state = compressor.compress(state, scheme)
+    codes = state.get("weight_packed", state.get("weight"))
+    return state["weight_scale"].reshape(low.shape), codes, compressor.decompress(state, scheme)["weight"]
 
 
-def fp8(x: Tensor, text: str) -> tuple[fq.QTensor, Tensor, Tensor]:
+def fp8(x: Tensor, text: str) -> tuple[fq.QTensor, Tensor, Tensor, Tensor]:
     args = QuantizationArgs(num_bits=8, type="float", **FP8[text])
     return fq.quantize(x, fq.layout(text)), *compressed(x, fq.layout(text), args, NaiveQuantizationCompressor)
 
@@ -55,16 +57,17 @@ def fp8(x: Tensor, text: str) -> tuple[fq.QTensor, Tensor, Tensor]:
 @pytest.mark.parametrize("text", FP8)
 def test_fp8_bytes_of_float32_are_equal(text):
     for x in (ordinary(), ordinary(rows=37, columns=300), *special(*all_but(*DEGENERATE)).split(1)):
-        q, scale, data = fp8(x, text)  # blocks that do not divide the matrix, too
+        q, scale, data, values = fp8(x, text)  # blocks that do not divide the matrix, too
         same(q.scale, scale)
         same(q.data, data)
+        same(fq.dequantize(q), values)
 
 
 @difference("ct-fp8-bfloat16")
 @pytest.mark.parametrize("text", FP8)
 def test_fp8_is_computed_in_float32_where_compressed_tensors_uses_the_dtype_of_the_weight(text):
     x = (ordinary() * 1.1).bfloat16()
-    q, scale, data = fp8(x, text)
+    q, scale, data, _ = fp8(x, text)
     wide = fq.quantize(x.float(), fq.layout(text))
     same(q.scale, wide.scale)
     same(q.data, wide.data)
@@ -78,21 +81,21 @@ def test_fp8_is_computed_in_float32_where_compressed_tensors_uses_the_dtype_of_t
 @pytest.mark.parametrize("text", FP8)
 def test_fp8_scales_are_at_least_the_smallest_and_nan_with_inf(text):
     for name in ("zeros", "minus zeros"):
-        q, scale, data = fp8(special(name), text)
+        q, scale, data, _ = fp8(special(name), text)
         assert (q.scale == 2.0**-126).all() and (scale == 2.0**-23).all()  # eps, where the scale is 0
         same(q.data, data)
-    q, scale, _ = fp8(special("subnormal"), text)
+    q, scale, _, _ = fp8(special("subnormal"), text)
     assert (q.scale == 2.0**-126).all() and (scale < 2.0**-126).all()
     for name in ("inf", "-inf"):
-        q, scale, data = fp8(special(name), text)
+        q, scale, data, _ = fp8(special(name), text)
         differ(q.scale, scale, torch.isinf(scale))
         assert torch.isnan(q.scale[torch.isinf(scale)]).all()
-    q, scale, data = fp8(special("NaN"), text)
+    q, scale, data, _ = fp8(special("NaN"), text)
     same(q.scale, scale)
     same(q.data.float(), data.float())
 
 
-def mx(x: Tensor, text: str) -> tuple[fq.QTensor, Tensor, Tensor]:
+def mx(x: Tensor, text: str) -> tuple[fq.QTensor, Tensor, Tensor, Tensor]:
     width, compressor = MX[text]
     args = QuantizationArgs(
         num_bits=width,
@@ -114,19 +117,21 @@ def codes(packed: Tensor, columns: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mxfp6_bytes_are_equal(dtype):
     for x in (ordinary(dtype), special(*all_but(*NONFINITE), dtype=dtype)):
-        q, scale, data = mx(x, "e2m3:g32:scale=e8m0:even")
+        q, scale, data, values = mx(x, "e2m3:g32:scale=e8m0:even")
         same(q.scale, scale)
         same(q.data, data)
+        same(fq.dequantize(q, values.dtype), values)
 
 
 @difference("ct-fp4-minus-zero")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mxfp4_keeps_the_sign_of_zero_where_compressed_tensors_loses_it(dtype):
-    q, scale, data = mx(ordinary(dtype), "mxfp4")
+    q, scale, data, values = mx(ordinary(dtype), "mxfp4")
     same(q.scale, scale)
     same(q.data, data)
+    same(fq.dequantize(q, values.dtype), values)
     x = special(*all_but(*NONFINITE), dtype=dtype)
-    q, scale, data = mx(x, "mxfp4")
+    q, scale, data, _ = mx(x, "mxfp4")
     same(q.scale, scale)
     differ(codes(q.data, 512), codes(data, 512), (x == 0) & torch.signbit(x))
 
@@ -137,7 +142,7 @@ def test_mxfp8_even_rounds_to_the_elements_precision_where_compressed_tensors_ro
     x = torch.cat(
         [ordinary(dtype), special(*all_but(*NONFINITE, "zeros", "minus zeros", "subnormal"), dtype=dtype)]
     )
-    q, scale, data = mx(x, "mxfp8:even")
+    q, scale, data, _ = mx(x, "mxfp8:even")
     explained(q.scale, scale, fq.quantize(x, fq.layout("mxfp4:even")).scale + 2 - 8)  # emax of e2m1 and e4m3
     given = fq.quantize(x, fq.layout("mxfp8"), scale=load_scale(scale, "e8m0"))
     same(given.scale, scale)
@@ -147,14 +152,14 @@ def test_mxfp8_even_rounds_to_the_elements_precision_where_compressed_tensors_ro
 @difference("ct-mx-nonfinite")
 @pytest.mark.parametrize("text", MX)
 def test_mx_blocks_with_nan_or_inf_become_nan_and_touch_no_other(text):
-    q, scale, data = mx(special(*NONFINITE), text)
+    q, scale, data, _ = mx(special(*NONFINITE), text)
     assert (q.scale[:, 0] == 255).all() and (scale[:, 0] != 255).all()
     if text != "mxfp8:even":
         same(q.scale[:, 1:], scale[:, 1:])
         same(codes(q.data, 512)[:, 32:], codes(data, 512)[:, 32:])
 
 
-def nvfp4(x: Tensor) -> tuple[fq.QTensor, Tensor, Tensor, Tensor]:
+def nvfp4(x: Tensor) -> tuple[fq.QTensor, Tensor, Tensor, Tensor, Tensor]:
     args = QuantizationArgs(
         num_bits=4,
         type="float",
@@ -169,16 +174,19 @@ def nvfp4(x: Tensor) -> tuple[fq.QTensor, Tensor, Tensor, Tensor]:
 
 def test_nvfp4_bytes_of_float32_are_equal_but_for_minus_zero():
     for x in (ordinary(), *special(*all_but(*DEGENERATE)).split(1)):
-        q, _, scale, data = nvfp4(x)
+        q, _, scale, data, values = nvfp4(x)
         same(q.scale.data, scale)
         minus = (x == 0) & torch.signbit(x)
         assert torch.equal(codes(q.data, 512) != codes(data, 512), minus)
+        torch.testing.assert_close(
+            fq.dequantize(q, values.dtype), values, rtol=2.0**-7, atol=0
+        )  # twice bfloat16
 
 
 @difference("ct-nvfp4-divisor")
 def test_nvfp4_has_an_outer_factor_where_compressed_tensors_has_a_divisor():
     for x in ordinary().split(1):
-        q, outer, _, _ = nvfp4(x)
+        q, outer, _, _, _ = nvfp4(x)
         same(outer, 2688 / x.abs().amax().reshape(1))
         same(q.scale.scale, (x.abs().amax() / 2688).reshape(1, 1))
         torch.testing.assert_close(q.scale.scale.flatten(), 1 / outer, rtol=2.0**-22, atol=0)
@@ -189,7 +197,7 @@ def test_nvfp4_has_an_outer_factor_where_compressed_tensors_has_a_divisor():
 @difference("ct-nvfp4-bfloat16")
 def test_nvfp4_is_computed_in_float32_where_compressed_tensors_begins_in_the_dtype_of_the_weight():
     x = ordinary(torch.bfloat16)
-    q, outer, scale, data = nvfp4(x)
+    q, outer, scale, data, _ = nvfp4(x)
     wide = fq.quantize(x.float(), fq.nvfp4())
     same(q.scale.data, wide.scale.data)
     same(q.data, wide.data)
@@ -204,13 +212,13 @@ def test_nvfp4_is_computed_in_float32_where_compressed_tensors_begins_in_the_dty
 @difference("ct-nvfp4-special")
 def test_nvfp4_zeros_have_the_smallest_scales_and_nonfinite_matrices_are_nan():
     for name in ("zeros", "minus zeros", "subnormal"):
-        q, outer, scale, data = nvfp4(special(name))
+        q, outer, scale, data, _ = nvfp4(special(name))
         assert outer.item() == 1 and (scale.float() == 0.125).all() and (fq.unpack_fp4x2(data) % 8 == 0).all()
         assert q.scale.scale.item() == 2.0**-126
         if name != "subnormal":
             assert (q.scale.data.float() == 2.0**-9).all() and (fq.unpack_fp4x2(q.data) % 8 == 0).all()
     for name in NONFINITE:
-        q, outer, scale, _ = nvfp4(special(name))
+        q, outer, scale, _, _ = nvfp4(special(name))
         assert torch.isnan(fq.dequantize(q)).all() and torch.isfinite(outer).all()
         assert torch.isnan(scale.float()).sum() == 1
 
