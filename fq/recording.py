@@ -11,6 +11,8 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from fq.einsum import parse_equation
+
 
 @dataclass(frozen=True)
 class Use:
@@ -70,6 +72,9 @@ class _Noted(Tensor):
                 if other.ndim < 2 and not other.log[other.origin]:
                     other._note("vector")
             return out
+        if func is torch.einsum:
+            noted[0]._note(*_einsum_use(noted[0], *args))
+            return out
         if func is F.embedding:
             noted[0]._note("embedding")
             return out
@@ -121,6 +126,18 @@ class _Noted(Tensor):
 
     def _as(self, value: Tensor, probe: Tensor) -> _Noted:
         return _noted(value, self.origin, probe, self.strides, self.log)
+
+
+def _einsum_use(operand: _Noted, equation: Any, *operands: Any) -> tuple[str, int]:
+    """Return role and axis: a matmul where one of the last two dimensions is summed."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or operand.ndim < 2:
+        return "einsum", -1
+    terms, result = parse_equation(equation, operands[0].ndim, operands[1].ndim)
+    letters = terms[0 if operands[0] is operand else 1]
+    summed = [dim for dim in (-2, -1) if letters[dim] not in result]
+    return ("matmul", operand._axis(summed[0])) if len(summed) == 1 else ("einsum", -1)
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

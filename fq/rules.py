@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fq import einsum as contractions
 from fq import products
 from fq.errors import UnsupportedOp
 from fq.qtensor import QTensor, cat, register_rule, stack
@@ -125,7 +126,65 @@ def _embedding(
     return products.embedding(input, _weight(weight, "embedding", "the weight"))
 
 
+@rule_for(QTensor, torch.einsum)
+def _einsum(*args: Any) -> Tensor:
+    equation, *operands = args
+    if not isinstance(equation, str):
+        raise UnsupportedOp("einsum: the sublist form has no rule; write the equation as text")
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = list(operands[0])
+    return contractions.einsum(equation, *map(_cast, operands))
+
+
+@rule_for(QTensor, torch.tensordot)
+def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> Tensor:
+    return contractions.tensordot(_cast(a), _cast(b), dims)
+
+
+@rule_for(QTensor, F.embedding_bag)
+def _embedding_bag(
+    input: Tensor,
+    weight: Any,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Decode the rows that the bags name, once each time they are named, and bag those."""
+    if max_norm is not None:
+        raise UnsupportedOp(
+            "embedding_bag: max_norm rewrites the weight in place, which a quantized weight cannot"
+        )
+    weight = _weight(weight, "embedding_bag", "the weight")
+    rows = products.embedding(input.reshape(-1), weight)
+    ids = torch.arange(input.numel(), device=input.device).reshape(input.shape)
+    if padding_idx is not None:  # one more row stands for all that is left out
+        padding = padding_idx % weight.shape[0]
+        ids = torch.where(input == padding, input.numel(), ids)
+        rows, padding_idx = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), input.numel()
+    return F.embedding_bag(
+        ids,
+        rows,
+        None if offsets is None else offsets.to(torch.int64),
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
+    )
+
+
 # --- structure ---
+
+
+@rule_for(QTensor, torch.index_select)
+def _index_select(input: QTensor, dim: int, index: Tensor) -> QTensor:
+    at = dim if dim >= 0 else dim + input.ndim
+    return input[(*(slice(None),) * at, index)]
 
 
 @rule_for(QTensor, torch.cat, torch.concat, torch.concatenate)

@@ -56,7 +56,7 @@ WANT = {
     "both": ("matmul along axes -2, -1", -1),
     "table": ("embedding", -1),
     "summed": ("sum", -1),
-    "einsum": ("einsum", -1),
+    "einsum": ("matmul", -1),
     "unused": ("unused in the example", -1),
     "bias": ("vector", -1),
 }
