@@ -83,7 +83,7 @@ def extremes(x, fmt, blocks):
         unsigned = isinstance(fmt.zero, Format) and not fmt.zero.element.signed
         if fmt.zero == "int" or unsigned:  # unsigned zero points stand for numbers of one sign
             low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
-        return low, high
+        return low + 0.0, high + 0.0  # zeros have no sign: which is the smaller depends on the order
     if fmt.rule == "absmean":
         high = f32(blocks.reduce(np.add, np.abs(x), 0.0) / blocks.reduce(np.add, np.ones_like(x), 0.0))
     else:
