@@ -15,7 +15,16 @@ import fq
 from fq import numerics
 
 T = torch.func
-SIZES = (64, 32, 16)  # of a network of one layer or two
+SPINE = [
+    "int8",
+    "int4:g32",
+    "int4:g32:sym",
+    "mxfp4",
+    "nvfp4",
+    "int8@int8",
+    "int4:g32:sym@int8",
+    "nvfp4@nvfp4",
+]
 Transform = Callable[[Callable[..., Tensor]], Callable[..., Any]]
 
 

@@ -12,13 +12,30 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import fq
 
+Q4_K = "uint4:g32:scale=(uint6:g8:sym:scale=float16):zp=(uint6:g8:sym:scale=float16:absmax_full)"
 # Groups whose QTensors have equal tensor shapes and dtypes, so that only the layout tells them apart.
 LOOKALIKES = [
     ["int8", "int8@int8", "int8:axis-2", "int8@int8:tensor", "int8@mxfp8", "int8@mxfp8:floor", "int8@nvfp4"],
     ["int4:g32", "uint4:g32:asym", "int4:g32@int8", "int4:g32:axis-2"],
     ["mxfp4", "int4:g32:sym:scale=e8m0", "mxfp4@mxfp4", "mxfp4@mxfp4:floor", "mxfp4@mxfp4:ceil"],
     ["nvfp4", "int4:g16:sym:scale=(fp8:tensor)", "nvfp4@nvfp4", "uint4:g16:sym:scale=(fp8:tensor)"],
+    ["nf4:g32", "int4:g32:sym", "uint4:g32:sym", "mxfp4:scale=float32"],
+    ["fp8", "fp8@fp8", "fp8@fp8:tensor", "fp8:axis-2", "fp8@mxfp8"],
+    ["mxfp6", "e2m3:g32:scale=e8m0", "int6:g32:scale=e8m0", "mxfp6@mxfp6"],
+    ["mxfp8", "mxfp8@mxfp8", "mxfp8@mxfp8:floor", "mxfp8@fp8"],
+    ["ue5m3", "uint8:row:sym", "e3m4ieee"],
+    ["nf4:g32:scale=(uint8:g256:sym)", "int4:g32:sym:scale=(uint8:g256:sym)", "nf4:g32:scale=(ue5m3)"],
+    ["nvfp4:scale=e4m3", "int4:g16:sym:scale=e4m3", "nf4:g16:scale=e4m3"],
+    ["int3:g32", "uint3:g32:sym", "e1m1:g32"],
 ]
+QUICK = ("int8", "mxfp4", "nvfp4", "nf4:g32", "mxfp6")
+GROUPS = pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(keys, marks=() if keys[0] in QUICK else pytest.mark.slow, id=keys[0])
+        for keys in LOOKALIKES
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +48,7 @@ def square(key: str, seed: int = 0) -> fq.QTensor:
     return fq.quantize(torch.randn(64, 64), fq.layout(key))
 
 
-@pytest.mark.parametrize("keys", LOOKALIKES, ids=lambda keys: keys[0])
+@GROUPS
 def test_every_pair_of_lookalikes_through_one_function(keys):
     x = torch.randn(3, 64)
     leaves = {key: square(key) for key in keys}
@@ -48,7 +65,7 @@ def test_every_pair_of_lookalikes_through_one_function(keys):
             assert torch.equal(f(x, leaves[key]), want[key]), key
 
 
-@pytest.mark.parametrize("keys", LOOKALIKES, ids=lambda keys: keys[0])
+@GROUPS
 def test_every_pair_of_lookalikes_through_one_module(keys):
     x = torch.randn(3, 64)
     net = nn.Linear(64, 64, bias=False).requires_grad_(False)
@@ -63,7 +80,7 @@ def test_every_pair_of_lookalikes_through_one_module(keys):
         assert torch.equal(compiled(x), net(x))
 
 
-@pytest.mark.parametrize("keys", LOOKALIKES, ids=lambda keys: keys[0])
+@GROUPS
 def test_quantize_is_guarded_on_the_layout(keys):
     x = torch.randn(64, 64)
     f = torch.compile(fq.quantize, fullgraph=True, backend="aot_eager")
@@ -144,7 +161,14 @@ def static_shapes(value):
     return None
 
 
-@pytest.mark.parametrize("key", ["int8", "int4:g32", "mxfp4", "nvfp4", "int8@int8"])
+EXPORTED = ["mxfp4", "nvfp4", "int8@int8", "nf4:g32:scale=(uint8:g256:sym)", "fp8@fp8:tensor"]
+EXPORTED_SLOWLY = ["int8", "int4:g32", "uint4:g32", "mxfp6", "fp8:block8x16", "mxfp8@mxfp8", "nvfp4@nvfp4"]
+EXPORTED_SLOWLY += ["binary:g32", "int5:g32", "e5m2", "int4:g32:sym:scale=e4m3", "int8:scale=float16", Q4_K]
+
+
+@pytest.mark.parametrize(
+    "key", [*EXPORTED, *(pytest.param(key, marks=pytest.mark.slow) for key in EXPORTED_SLOWLY)]
+)
 @pytest.mark.parametrize("constant", [False, True])
 def test_export(key, constant):
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)).requires_grad_(False)

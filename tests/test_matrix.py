@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from matrix import TRANSFORMS, run
+from matrix import SPINE, TRANSFORMS, run
 
-LAYOUTS = [
-    "int8",
-    "int4:g32",
-    "int4:g32:sym",
-    "mxfp4",
-    "nvfp4",
-    "int8@int8",
-    "int4:g32:sym@int8",
-    "nvfp4@nvfp4",
-]
 ON_ATEN = {
     "int8": "canonical",
     "int8@int8": "canonical",
     "int4:g32": "prepacked",
     "int4:g32:sym": "prepacked",
 }
-CASES = [(key, "reference", "canonical") for key in LAYOUTS]
+CASES = [(key, "reference", "canonical") for key in SPINE]
 CASES += [(key, "aten", storage) for key, storage in ON_ATEN.items()]
 CASES += [(key, "reference", "prepacked") for key, storage in ON_ATEN.items() if storage == "prepacked"]
 

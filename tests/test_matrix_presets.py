@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from formats import PRESETS
-from matrix import TRANSFORMS, run_together
+from matrix import SPINE, TRANSFORMS, run_together
 
 from fq.layouts.layout import changed
 
@@ -43,7 +43,7 @@ def slow(keys):
     return [pytest.param(key, marks=() if key in QUICK else pytest.mark.slow) for key in keys]
 
 
-def chunks(keys, size=3):
+def chunks(keys, size=5):
     return [pytest.param(keys[i : i + size], id=keys[i]) for i in range(0, len(keys), size)]
 
 
@@ -52,16 +52,18 @@ def test_eager(key):
     run_together([key], None, TRANSFORMS, layers=2)
 
 
+COMPILED = [key for key in [*LAYOUTS, *DYNAMIC] if key not in SPINE]
+
+
 @pytest.mark.parametrize(
-    "key",
-    [pytest.param(k, marks=() if k == "mxfp8@mxfp8" else pytest.mark.slow) for k in [*LAYOUTS, *DYNAMIC]],
+    "key", [pytest.param(key, marks=() if key == "mxfp8@mxfp8" else pytest.mark.slow) for key in COMPILED]
 )
 def test_compiled(key, fresh_compile):
     run_together([key], "aot_eager", TRANSFORMS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", chunks([*LAYOUTS, *DYNAMIC]))
+@pytest.mark.parametrize("keys", chunks([key for key in COMPILED if "@" not in key] + DYNAMIC[2:6]))
 def test_inductor(keys, fresh_compile):
     run_together(keys, "inductor", ["forward", "grad x", "vmap params"])
 

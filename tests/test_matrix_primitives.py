@@ -16,6 +16,18 @@ from fq import numerics
 T = torch.func
 LAYOUTS = ["int8", "int4:g8", "int4:g8:sym", "mxfp4", "nvfp4", "int8:tensor", "int4:g8:axis-2"]
 COMPILED = ["int4:g8", "nvfp4"]
+Q4_K = "uint4:g8:scale=(uint6:g2:sym:scale=float16):zp=(uint6:g2:sym:scale=float16:absmax_full)"
+OTHERS = ["uint4:g8", "fp8", "mxfp6", "nf4:g8:scale=(uint8:g4:sym)", Q4_K]
+OTHERS_SLOWLY = [
+    "binary:g8",
+    "int3:g8",
+    "uint5:g8:axis-2",
+    "fp8:tensor",
+    "fp8:block4x8",
+    "e5m2:g8",
+    "ue5m3:g8",
+]
+OTHERS_SLOWLY += ["mxfp8", "nf4:g8", "int4:g8:sym:scale=e4m3", "int8:scale=float16", "int4:g8:scale=bfloat16"]
 
 
 def make(key: str, *shape: int, seed: int = 0) -> fq.QTensor:
@@ -78,7 +90,7 @@ def compose(
             ("jacrev scale", lambda g: T.jacrev(lambda s: g(scaled(q, s), x)), (s,)),
             ("jvp scale", lambda g: lambda s, v: T.jvp(lambda s: g(scaled(q, s), x), (s,), (v,)), (s, s)),
         ]
-    if isinstance(q.zero_point, torch.Tensor):
+    if q.layout.zero_point == "float":
         z = q.zero_point
         cases.append(
             ("grad zero", lambda g: T.grad(lambda z: g(replace(q, zero_point=z), x).pow(3).sum()), (z,))
@@ -113,6 +125,8 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[fq.Q
     ),
 }
 EAGER = [(key, None) for key in LAYOUTS]
+EAGER += [(key, None) for key in OTHERS]
+EAGER += [pytest.param(key, None, marks=pytest.mark.slow) for key in OTHERS_SLOWLY]
 CASES = [*EAGER, *(pytest.param(key, "aot_eager", marks=pytest.mark.slow) for key in COMPILED)]
 QUICK = [*EAGER, pytest.param("int4:g8", "aot_eager", marks=pytest.mark.slow), ("nvfp4", "aot_eager")]
 
@@ -143,8 +157,8 @@ def test_dequantize(key, mode):
 
 @pytest.mark.parametrize(("key", "mode"), QUICK)
 def test_embedding(key, mode):
-    if "axis" in key:
-        with pytest.raises(ValueError, match="packed along D"):
+    if "axis" in key or "block" in key:
+        with pytest.raises(ValueError, match="packed along D|blocks one row high"):
             fq.embedding(torch.tensor([0]), make(key, 9, 40))
         return
     q = make(key, 9, 40)
@@ -177,7 +191,13 @@ def test_codes(name, backend, fresh_compile):
 
 
 @pytest.mark.parametrize(
-    "key", [*LAYOUTS, "int8:tensor", "int4:g8:scale=(uint6:g2:sym:scale=float16):zp=(int6:g2:sym)"]
+    "key",
+    [
+        *LAYOUTS,
+        "int4:g8:scale=(uint6:g2:sym:scale=float16):zp=(int6:g2:sym)",
+        *OTHERS,
+        *(pytest.param(key, marks=pytest.mark.slow) for key in OTHERS_SLOWLY),
+    ],
 )
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_quantize_is_bit_identical(key, backend, fresh_compile):
@@ -205,7 +225,10 @@ def test_quantize_by_inductor_is_bit_identical(key, fresh_compile):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("key", ["int8", "int4:g8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    "key",
+    ["int8", "int4:g8", "mxfp4", "nvfp4", *(pytest.param(key, marks=pytest.mark.slow) for key in OTHERS)],
+)
 def test_primitives_export(key):
     class Program(torch.nn.Module):
         def forward(self, q, x, ids):
