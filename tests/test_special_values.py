@@ -266,3 +266,11 @@ def test_what_rounds_beyond_a_half_precision_dtype_saturates(key):
         y = fq.dequantize(fq.quantize(x, fq.layout(key)))
         assert y.dtype == dtype and y.isfinite().all()
         assert_equal(y.abs() > 0.98 * top, torch.ones(1, 2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    "key", ["binary:scale=e8m0", "binary:scale=(uint8:g256:sym)", "lut(-2,1):scale=e8m0"]
+)
+def test_numbers_without_a_zero_need_a_scale_that_can_be_zero(key):
+    with pytest.raises(ValueError, match="has no zero, so a block of zeros needs a scale of zero"):
+        fq.layout(key)
