@@ -15,6 +15,9 @@ from fq.codes import pack_int4 as pack_int4
 from fq.codes import unpack_bits as unpack_bits
 from fq.codes import unpack_fp4x2 as unpack_fp4x2
 from fq.codes import unpack_int4 as unpack_int4
+from fq.convolutions import conv1d as conv1d
+from fq.convolutions import conv2d as conv2d
+from fq.convolutions import conv3d as conv3d
 from fq.dispatch import canonical as canonical
 from fq.dispatch import explain as explain
 from fq.dispatch import prepack as prepack
@@ -73,6 +76,9 @@ __all__ = [
     "cast_fp4x2",
     "cat",
     "combine",
+    "conv1d",
+    "conv2d",
+    "conv3d",
     "dequantize",
     "dequantize_params",
     "detach",

@@ -133,7 +133,10 @@ def _decide(policy: Policy, role: str, name: str, value: Any, used: set[str]) ->
             return None, f"{value.ndim}-dimensional"
         if value.dtype not in FLOATS:
             return None, f"{value.dtype} is no float to quantize"
-        return (policy, "policy") if role == "matmul" else (None, f"{role} is kept by default")
+        if role == "convolution" and policy.act is not None:
+            return None, "convolutions are weight-only, and the layout quantizes activations"
+        quantized = role in ("matmul", "convolution")
+        return (policy, "policy") if quantized else (None, f"{role} is kept by default")
     if isinstance(policy, Mapping):
         for pattern, layout in policy.items():
             if matches(pattern, name):

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fq import convolutions, products
 from fq import einsum as contractions
-from fq import products
 from fq.errors import UnsupportedOp
 from fq.qtensor import QTensor, cat, register_rule, stack
 
@@ -124,6 +124,43 @@ def _embedding(
             "embedding: max_norm rewrites the weight in place, which a quantized weight cannot"
         )
     return products.embedding(input, _weight(weight, "embedding", "the weight"))
+
+
+def _convolution(name: str, dims: int, transposed: bool) -> Callable[..., Tensor]:
+    def rule(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        *rest: Any,
+        **named: Any,
+    ) -> Tensor:
+        order = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+        named.update(zip(order, rest, strict=False))
+        weight = _weight(weight, name, "the weight")
+        return convolutions.convolution(
+            name,
+            dims,
+            _cast(input),
+            weight,
+            _cast(bias),
+            stride,
+            padding,
+            transposed=transposed,
+            **named,
+        )
+
+    return rule
+
+
+for _dims, _plain, _transposed in (
+    (1, F.conv1d, F.conv_transpose1d),
+    (2, F.conv2d, F.conv_transpose2d),
+    (3, F.conv3d, F.conv_transpose3d),
+):
+    rule_for(QTensor, _plain)(_convolution(f"conv{_dims}d", _dims, False))
+    rule_for(QTensor, _transposed)(_convolution(f"conv_transpose{_dims}d", _dims, True))
 
 
 @rule_for(QTensor, torch.einsum)

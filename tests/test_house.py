@@ -26,7 +26,7 @@ FLOORS = (
     {"qtensor", "indexing", "structure", "spec"},
     {"numerics"},
     {"backends"},
-    {"primitives", "codes", "products", "einsum", "dispatch", "autograd", "checks"},
+    {"primitives", "codes", "products", "einsum", "convolutions", "dispatch", "autograd", "checks"},
     {"rules"},
     {"leaves"},
     {"policies", "roles", "recording", "slices", "binding", "transforms", "summaries"},

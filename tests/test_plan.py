@@ -191,8 +191,7 @@ def test_roles_come_from_module_types():
         "gate.weight": "router",
         "out.weight": "head",
     }
-    assert plan.quantized == ("up.weight",)
-    assert plan["conv.weight"].reason == "convolution is kept by default"
+    assert plan.quantized == ("conv.weight", "up.weight") and plan["conv.weight"].inner == 3
     assert plan["gate.weight"].reason == "router is kept by default"
     assert "guess" not in str(plan)
     assert fq.plan(Model(), {"re:.*gate.*": I8, "out": I8}).quantized == ("gate.weight", "out.weight")
