@@ -15,6 +15,7 @@ from optimum.quanto import (
     qint8,
     quantize_weight,
 )
+from optimum.quanto.tensor.packed import PackedTensor
 from torch import Tensor
 
 import fq
@@ -27,6 +28,18 @@ BYTES = {
 }
 BITS = {"int4": qint4, "int2:asym": qint2}
 REGULAR = all_but("zeros", "minus zeros", "NaN", "inf", "-inf", "subnormal")
+
+
+def unpacked(packed: PackedTensor) -> Tensor:
+    """Return the codes of parts of the rows, the first in the low bits."""
+    bits = packed._bits
+    parts = [packed._data >> bits * i & ((1 << bits) - 1) for i in range(8 // bits)]
+    return torch.cat(parts)[: packed.shape[0]]
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedTensor, "unpack", unpacked)  # quanto's compiles C++ first, for minutes
 
 
 def eight(x: Tensor, text: str) -> tuple[fq.QTensor, Tensor, Tensor]:
@@ -143,3 +156,17 @@ def test_few_bits_are_computed_in_float32_where_quanto_uses_the_dtype_of_the_wei
     same(shift, -blocks.amin(-1))
     predicted = torch.clamp(torch.round((blocks + shift.unsqueeze(-1)) / scale.unsqueeze(-1)), 0, top)
     explained(counted(q), codes, predicted.flatten(-2).to(torch.uint8))
+
+
+@difference("quanto-packing")
+@pytest.mark.parametrize("text", BITS)
+def test_codes_pack_along_the_row_where_quanto_packs_parts_of_the_matrix(text):
+    codes = torch.randint(0, 1 << BITS[text].bits, (16, 128), dtype=torch.uint8)
+    packed = PackedTensor.pack(codes, BITS[text].bits)
+    same(unpacked(packed), codes)
+    parts = (
+        codes.unflatten(0, (8 // packed._bits, -1)).movedim(0, -1).flatten(1)
+    )  # one of each part, side by side
+    ours = fq.pack_bits(parts, packed._bits)
+    same(ours, packed._data)
+    assert not torch.equal(fq.pack_bits(codes, packed._bits).flatten(), ours.flatten())
