@@ -33,8 +33,9 @@ def test_case_A4_compiled_does_not_flush_to_zero():
         return [(q, fq.dequantize(q)) for q in (fq.quantize(x, fq.mxfp8(rule=r)) for r in ("floor", "rceil"))]
 
     assert x[0, 2] == 1.25 * 2.0**-130
-    for y in (x, x.bfloat16()):
-        for q, back in compiled(f, y):
+    both = compiled(lambda x, y: (f(x), f(y)), x, x.bfloat16())
+    for y, found in zip((x, x.bfloat16()), both, strict=True):
+        for q, back in found:
             assert q.scale.tolist() == [[0]] * 3
             assert torch.equal(q.data.double(), block.expand(3, 32))
             assert torch.equal(back, y) and (back[:, :4] != 0).all()
@@ -92,7 +93,7 @@ def test_case_B2_nan_and_infinity_in_a_block_compiled():
     clean = torch.randn(4, 96).bfloat16()
     x = clean.clone()
     x[1, 40], x[2, 70], x[3, 0] = NAN, INF, -INF
-    layouts = (fq.mxfp8(), fq.mxfp4(), fq.nvfp4(), fq.int8((1, 32)))
+    layouts = (fq.mxfp8(), fq.nvfp4())
     f = lambda x: [fq.quantize(x, k) for k in layouts]  # noqa: E731
     for got, want, whole in zip(compiled(f, x), f(x), f(clean), strict=True):
         assert_same(got, want)
@@ -110,7 +111,7 @@ def test_case_B2_nan_and_infinity_in_a_block_compiled():
 def test_case_B3_integers_with_nan_compiled():
     x = torch.randn(2, 64)
     x[0, 3], x[1, 40] = NAN, INF
-    keys = ("int8:g32", "int4:g32:sym", "int4:g32", "uint4:g32", "int8:g32:int-zp")
+    keys = ("int8:g32", "int4:g32", "uint4:g32")
     f = lambda x: [fq.quantize(x, fq.layout(k)) for k in keys]  # noqa: E731
     for got, want in zip(compiled(f, x), f(x), strict=True):
         assert_same(got, want)

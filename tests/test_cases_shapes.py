@@ -322,8 +322,7 @@ def test_case_H2_every_primitive_on_nothing(key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["int8", "int4", "mxfp4", "nvfp4", "fp8", "nf4", "uint4", "int8@int8", Q4_K])
-@pytest.mark.parametrize("shapes", EMPTY[:2])
+@pytest.mark.parametrize(("key", "shapes"), [(k, EMPTY[i % 2]) for i, k in enumerate(PRESETS[:-2])])
 def test_case_H2_every_primitive_on_nothing_compiled(key, shapes, fresh_compile):
     check_empty(key, torch.compile(products, fullgraph=True, backend="aot_eager"), [shapes])
 
