@@ -125,7 +125,8 @@ def _extremes(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         low, high = block.reduce(x, layout.block, torch.amin), block.reduce(x, layout.block, torch.amax)
         if layout.zero_point == "int" or _is_unsigned(layout.zero_point):
             low, high = torch.clamp(low, max=0.0), torch.clamp(high, min=0.0)
-        return low, high
+        # which of two zeros is the smaller depends on the order of comparing
+        return torch.where(low == 0, 0.0, low), torch.where(high == 0, 0.0, high)
     if layout.rule == "absmean":
         # in float64, so that the order of a sum does not show in float32
         total = block.reduce(x.abs().to(torch.float64), layout.block, torch.sum)
@@ -221,7 +222,9 @@ def _search_fake(x: Tensor, outer_scale: Tensor | None, key: str) -> Tensor:
 
 def _search_batched(info: Any, dims: tuple[Any, ...], x: Tensor, outer: Tensor | None, key: str) -> Any:
     x = x.expand(info.batch_size, *x.shape) if dims[0] is None else x.movedim(dims[0], 0)
-    outer = outer.movedim(dims[1], 0) if dims[1] is not None and outer is not None else outer
+    if dims[1] is not None and outer is not None:  # it may lack dimensions that an inner vmap gave x
+        outer = outer.movedim(dims[1], 0)
+        outer = outer.reshape(outer.shape[0], *[1] * (x.ndim - outer.ndim), *outer.shape[1:])
     return torch.ops.fq.search(x, outer, key), 0
 
 

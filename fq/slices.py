@@ -22,9 +22,9 @@ SLICES = 16
 def quantize_slices(value: Tensor, layout: Layout, *, inner: int = 1) -> QTensor:
     """Return `quantize(value, layout, inner=inner)`, made in slices of the rows of the stored matrix.
 
-    Scales of a whole tensor come from its extremes first. Where they do not (one searched, averaged, or
-    beside a float zero point), the tensor is quantized in one piece, with temporaries of several times its
-    size.
+    Scales of a whole tensor come from its extremes first. Where they do not (one searched, averaged, beside
+    a float zero point, or above signed ones), the tensor is quantized in one piece, with temporaries of
+    several times its size.
     """
     if value.nbytes < LARGE or value.ndim <= inner:
         return quantize(value, layout, inner=inner)
@@ -81,7 +81,8 @@ def _has_one_outer_scale(layout: Layout) -> bool:
     scale = layout.scale
     if not isinstance(scale, Layout) or isinstance(scale.scale, Layout) or layout.block[0] == -1:
         return False
-    return layout.zero_point is None and layout.rule != "absmean" and scale.block == (-1, -1)
+    signed_or_mean = layout.rule == "absmax_full" or scale.rule == "absmean"
+    return layout.zero_point is None and not signed_or_mean and scale.block == (-1, -1)
 
 
 def _under_one_outer_scale(value: Tensor, layout: Layout, inner: int) -> QTensor:
@@ -90,7 +91,7 @@ def _under_one_outer_scale(value: Tensor, layout: Layout, inner: int) -> QTensor
     parts = value.split(-(-value.shape[0] // (SLICES * rows)) * rows)
     probe = torch.zeros_like(value[:1])
     probe.view(-1)[0] = torch.stack([part.abs().amax() for part in parts]).amax()
-    outer = quantize(probe, layout, inner=inner).scale.scale
+    outer = load_scale(quantize(probe, layout, inner=inner).scale.scale, layout.scale.scale)
     made = [quantize(part, layout, inner=inner, outer_scale=outer) for part in parts]
     return _joined(made, value, layout, inner, shared=1)
 

@@ -8,7 +8,7 @@ from fq.dynamo import constant
 from fq.layouts.element import BINARY, E2M1, E4M3, NF4, Float, Int, UInt
 from fq.layouts.element import element as parse_element
 from fq.layouts.layout import Layout as Layout
-from fq.layouts.layout import check_size
+from fq.layouts.layout import check_flag, check_size
 from fq.layouts.layout import layout as layout
 from fq.layouts.scale import E8M0
 
@@ -66,7 +66,8 @@ def int4(
         (1.0, 8.0)
     """
     block = (1, check_size("group_size", group_size))
-    return Layout(Int(4), block, scale, None if symmetric else "float", axis, act=act)
+    affine = not check_flag("symmetric", symmetric)
+    return Layout(Int(4), block, scale, "float" if affine else None, axis, act=act)
 
 
 @constant
@@ -118,9 +119,9 @@ def intx(
         >>> q.scale.item(), q.nbytes, fq.dequantize(q).tolist()
         (1.0, 6, [[-4.0, 1.0, 2.0, 3.0]])
     """
-    element = (Int if signed else UInt)(bits)
+    element = (Int if check_flag("signed", signed) else UInt)(bits)
     block = (1, check_size("group_size", group_size))
-    if bits == 1 and symmetric and signed:
+    if check_flag("symmetric", symmetric) and bits == 1 and signed:
         return Layout(BINARY, block, scale, axis=axis, act=act)
     return Layout(element, block, scale, None if symmetric else "int", axis, act=act)
 
@@ -148,13 +149,16 @@ def fp8(
         >>> fq.quantize(torch.tensor([[448.0, 1.06]]), fq.fp8()).data
         tensor([[448.,   1.]], dtype=torch.float8_e4m3fn)
     """
-    return Layout(_float("fp8", element), block, scale, axis=axis, act=act)
+    return Layout(_float("fp8", element, 7, 8), block, scale, axis=axis, act=act)
 
 
-def _float(what: str, name: str) -> Float:
+def _float(what: str, name: str, *bits: int) -> Float:
     found = parse_element(name)
-    if not isinstance(found, Float):
-        raise ValueError(f"{what}: element must be a float such as 'e4m3', got {name!r}")
+    if not (isinstance(found, Float) and found.bits in bits):
+        raise ValueError(
+            f"{what}: element must be a float of {' or '.join(map(str, bits))} bits, got {name!r}; "
+            "fq.layout takes any, as in 'e2m1:g32:scale=e8m0'"
+        )
     return found
 
 
@@ -180,7 +184,7 @@ def mxfp6(
         >>> q.data.shape, q.scale.item()
         (torch.Size([1, 24]), 127)
     """
-    return Layout(_float("mxfp6", element), (1, 32), scale, axis=axis, act=act, rule=rule)
+    return Layout(_float("mxfp6", element, 6), (1, 32), scale, axis=axis, act=act, rule=rule)
 
 
 @constant
@@ -205,7 +209,7 @@ def mxfp8(
         >>> [fq.dequantize(fq.quantize(x, fq.mxfp8(rule=r)))[0, 0].item() for r in ("floor", "rceil")]
         [896.0, 960.0]
     """
-    return Layout(_float("mxfp8", element), (1, 32), scale, axis=axis, act=act, rule=rule)
+    return Layout(_float("mxfp8", element, 8), (1, 32), scale, axis=axis, act=act, rule=rule)
 
 
 @constant
@@ -232,7 +236,7 @@ def nf4(
         >>> fq.unpack_int4(q.data).tolist(), q.scale.item()
         ([[0, 7, -7, -1]], 2.0)
     """
-    if double_quant:
+    if check_flag("double_quant", double_quant):
         if scale != "float32":
             raise ValueError("nf4: double_quant=True has scales of its own; leave scale= out")
         scale = Layout(UInt(8), (1, 256))

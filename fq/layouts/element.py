@@ -356,6 +356,7 @@ NF4 = Codebook(
 )
 BINARY = Codebook((-1.0, 1.0), "binary")
 E2M1, E4M3, E5M2 = Float(2, 1), Float(4, 3), Float(5, 2)
+_NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 
 
 def element(name: str) -> Element:
@@ -364,12 +365,12 @@ def element(name: str) -> Element:
         raise TypeError(f"element: expected a name such as 'int8', got {name!r}")
     if match := re.fullmatch(r"(u?)int([1-8])", name):
         return (UInt if match[1] else Int)(int(match[2]))
-    if match := re.fullmatch(r"(u?)e(\d)m(\d)(finite|fnuz|fn|ieee)?(?:b(-?\d+))?", name):
+    if match := re.fullmatch(r"(u?)e([0-9])m([0-9])(finite|fnuz|fn|ieee)?(?:b(-?[0-9]{1,4}))?", name):
         bias = int(match[5]) if match[5] else None
         return Float(int(match[2]), int(match[3]), not match[1], bias, match[4])
     if name in ("nf4", "binary"):
         return NF4 if name == "nf4" else BINARY
-    if match := re.fullmatch(r"lut\(([-+.\deE,]*)\)", name):
+    if match := re.fullmatch(rf"lut\(((?:{_NUMBER}(?:,{_NUMBER})*)?)\)", name):
         return Codebook(tuple(float(v) for v in match[1].split(",") if v))
     raise ValueError(
         f"element: unknown name {name!r}; known are int1..8, uint1..8, eXmY, ueXmY, nf4, binary, lut(...)"

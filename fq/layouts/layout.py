@@ -56,15 +56,13 @@ class Layout:
         _set(self, "block", check_block(self.block))
         if not isinstance(self.scale, Layout):
             _set(self, "scale", scales.dtype_of(self.scale))
-        if not (
-            self.zero_point is None
-            or self.zero_point in ("int", "float")
-            or isinstance(self.zero_point, Layout)
-        ):
+        for name, kind in (("zero_point", str | Layout | None), ("storage", str), ("rule", str | None)):
+            _check_kind(name, getattr(self, name), kind)
+        if not (isinstance(self.zero_point, Layout) or self.zero_point in (None, "int", "float")):
             raise ValueError(
                 f"Layout: zero_point must be None, 'int', 'float' or a Layout, got {self.zero_point!r}"
             )
-        if self.axis not in (-1, -2):
+        if _check_kind("axis", self.axis, int) not in (-1, -2):
             raise ValueError(f"Layout: axis must be -1 or -2, got {self.axis!r}")
         if self.storage not in STORAGES:
             raise ValueError(f"Layout: unknown storage {self.storage!r}; known are {', '.join(STORAGES)}")
@@ -179,6 +177,13 @@ def _set(target: Layout, name: str, value: object) -> None:
     object.__setattr__(target, name, value)
 
 
+def _check_kind(name: str, value: Any, kind: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        wanted = getattr(kind, "__name__", None) or str(kind).replace("fq.layouts.layout.", "")
+        raise TypeError(f"Layout: {name} must be of type {wanted}, got {value!r}")
+    return value
+
+
 def check_block(block: Any) -> Block:
     """Return a (rows, cols) pair of sizes that are -1 or at least 1."""
     if not (isinstance(block, tuple | list) and len(block) == 2):
@@ -193,6 +198,13 @@ def check_size(name: str, size: Any) -> int:
     if size != -1 and not 1 <= size < 1 << 31:
         raise ValueError(f"{name}: expected -1 (the whole dimension) or 1 to 2**31 - 1, got {size}")
     return size
+
+
+def check_flag(name: str, flag: Any) -> bool:
+    """Return a switch: True or False, and nothing that is as good as one of them."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name}: expected True or False, got {flag!r}")
+    return flag
 
 
 @cached_constant
@@ -213,7 +225,10 @@ def layout(text: str) -> Layout:
     """
     if not isinstance(text, str):
         raise TypeError(f"layout: expected text such as 'int4:g128', got {text!r}")
-    return parse(text, Layout)
+    try:
+        return parse(text, Layout)
+    except RecursionError:
+        raise ValueError(f"layout: {text[:40]!r}... is nested too deeply") from None
 
 
 @cached_constant

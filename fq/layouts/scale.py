@@ -49,6 +49,8 @@ def dtype_of(name: str | torch.dtype) -> ScaleDtype:
         return E8M0
     if isinstance(name, torch.dtype):
         return _NAMES[dtype_name(name)]
+    if not isinstance(name, str):
+        raise TypeError(f"scale: expected a dtype, its name or a Layout, got {name!r}")
     if name not in _NAMES:
         raise ValueError(f"scale: expected one of {', '.join(_NAMES)} or a Layout, got {name!r}")
     return _NAMES[name]

@@ -71,16 +71,15 @@ def _options(layout: Any, name: str) -> list[str]:
 
 def _split(text: str, mark: str) -> list[str]:
     """Split at `mark` outside parentheses."""
-    parts, depth = [""], 0
-    for char in text:
+    parts, depth, start = [], 0, 0
+    for at, char in enumerate(text):
         depth += (char == "(") - (char == ")")
         if char == mark and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
+            parts.append(text[start:at])
+            start = at + 1
     if depth:
         raise ValueError(f"layout: unbalanced parentheses in {text!r}")
-    return parts
+    return [*parts, text[start:]]
 
 
 def parse(text: str, make: Any) -> Any:
@@ -94,13 +93,13 @@ def parse(text: str, make: Any) -> Any:
     seen: set[str] = set()
     for option in options:
         part = "block"
-        if match := re.fullmatch(r"g([0-9]+)", option):
+        if match := re.fullmatch(r"g([0-9]{1,99})", option):
             block = (1, int(match[1]))
         elif option in ("row", "token"):
             block = (1, -1)
         elif option == "tensor":
             block = (-1, -1)
-        elif match := re.fullmatch(r"block(-?[0-9]+)x(-?[0-9]+)", option):
+        elif match := re.fullmatch(r"block(-?[0-9]{1,99})x(-?[0-9]{1,99})", option):
             block = (int(match[1]), int(match[2]))
         elif option in _ZEROS:
             zero_point, part = _ZEROS[option], "zero point"
