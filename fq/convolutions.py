@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fq import autograd, numerics
@@ -192,7 +191,7 @@ def _named_padding(
         ends: list[int] = []
         for total in reversed(totals):
             ends += [0, total % 2]
-        x = F.pad(x, ends)
+        x = torch.constant_pad_nd(x, ends)
     return x, tuple(total // 2 for total in totals)
 
 

@@ -31,6 +31,8 @@ _CONTRACTIONS: dict[Any, list[tuple[int, str, int]]] = {
     **{f: [(1, "mat1", -1), (2, "mat2", -2)] for f in (torch.addmm, Tensor.addmm)},
     **{f: [(1, "batch1", -1), (2, "batch2", -2)] for f in (torch.baddbmm, Tensor.baddbmm)},
 }
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_ROLES: dict[Any, str] = {F.embedding: "embedding", **dict.fromkeys(_CONVOLUTIONS, "convolution")}
 _COPIES = (
     Tensor.contiguous,
     Tensor.clone,
@@ -75,8 +77,8 @@ class _Noted(Tensor):
         if func is torch.einsum:
             noted[0]._note(*_einsum_use(noted[0], *args))
             return out
-        if func is F.embedding:
-            noted[0]._note("embedding")
+        if func in _ROLES:
+            noted[0]._note(_ROLES[func])
             return out
         if len(noted) == 1:
             followed = noted[0]._followed(func, args, kwargs, out)

@@ -75,7 +75,8 @@ def module_roles(module: nn.Module, example: Any = None) -> dict[str, Role]:
         return roles
     args, kwargs = _example(example)
     uses, firsts = record(module, args, kwargs), _first_names(module)
-    return {name: _recorded(role, uses[firsts[name]]) for name, role in roles.items()}
+    values = dict(module.named_parameters(remove_duplicate=False))
+    return {name: _recorded(name, values[name], role, uses[firsts[name]]) for name, role in roles.items()}
 
 
 def _typed_roles(module: nn.Module) -> dict[str, Role]:
@@ -101,7 +102,7 @@ def _typed_roles(module: nn.Module) -> dict[str, Role]:
             elif _is_conv1d(owner) and attribute == "weight":
                 roles[name] = Role("matmul", axis=-2)
             elif isinstance(owner, _ConvNd):
-                roles[name] = Role("convolution", inner=parameter.ndim - 1)
+                roles[name] = _convolution(parameter)
             elif parameter.ndim == 3 and isinstance(getattr(owner, "is_transposed", None), bool):
                 roles[name] = Role("matmul", axis=-2 if owner.is_transposed else -1)  # transformers' experts
             else:
@@ -123,8 +124,13 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     return {name: firsts[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
-def _recorded(role: Role, uses: list[Use]) -> Role:
-    """Return the role that uses tell; which matmuls are heads and routers the types and names tell."""
+def _convolution(weight: Tensor) -> Role:
+    """Return the role of a weight (O, C/groups, *kernel); of those one channel deep there is little."""
+    return Role("depthwise convolution" if weight.shape[1] == 1 else "convolution", inner=weight.ndim - 1)
+
+
+def _recorded(name: str, value: Tensor, role: Role, uses: list[Use]) -> Role:
+    """Return the role that uses tell; which matmuls are heads and routers, types and names tell."""
     if role.name == "vector":
         return role
     names = {use.role for use in uses}
@@ -134,8 +140,10 @@ def _recorded(role: Role, uses: list[Use]) -> Role:
         axes = {use.axis for use in uses}
         if len(axes) > 1 or not axes <= {-1, -2}:
             return replace(role, name=f"matmul along axes {', '.join(map(str, sorted(axes)))}")
-        kept = role.name if role.name in ("head", "router") else "matmul"
-        return Role(kept, axis=axes.pop())
+        told = role.name if role.name in ("matmul", "head", "router") else _guess(name, value)
+        return Role(told if told in ("head", "router") else "matmul", axis=axes.pop())
+    if names == {"convolution"} and value.ndim > 2:
+        return _convolution(value)
     if names <= {"matmul", "embedding"}:
         return role if role.name in ("embedding", "head") else Role("embedding")
     return replace(role, name=" + ".join(sorted(names)))
