@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fq.leaves import LEAF_TYPES
+from fq.leaves import LEAF_TYPES, check_params, is_leaf
 
 _ATTACHED = "_fq_attached"
 _CONFLICT: Any = object()
@@ -26,20 +26,17 @@ _TURNS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 Place = tuple[str, nn.Module, str, str, Any]  # name, owner, attribute, which dict of the owner, value
 
 
-def is_leaf(value: Any) -> bool:
-    """Whether a parameter dict's value is one of fq's leaf types."""
-    return isinstance(value, LEAF_TYPES)
-
-
 # --- where a name lies ---
 
 
-def _modules(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+def _modules(module: nn.Module, what: str, path: str = "") -> list[tuple[str, nn.Module]]:
     """Return every (dotted path with a final dot, module), a shared module once per path."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{what}: expected a module, then its parameters; got {type(module).__name__}")
     found = [(path, module)]
     for name, child in module._modules.items():
         if child is not None:
-            found += _modules(child, f"{path}{name}.")
+            found += _modules(child, what, f"{path}{name}.")
     return found
 
 
@@ -88,6 +85,7 @@ def _placed(
     `lenient` passes over floats that torch.func.functional_call has a word to say about, and the second
     result tells whether there were any; otherwise they are errors, or stand where they were given.
     """
+    check_params(what, values)
     owners: dict[str, Any] = dict(modules)
     places: dict[tuple[int, str], Place] = {}
     passed = False
@@ -222,7 +220,7 @@ def bind(module: nn.Module, params: Mapping[str, Any]) -> Iterator[nn.Module]:
         >>> list(net.state_dict())
         ['weight', 'bias']
     """
-    places, _ = _placed(_modules(module), params, True, "bind")
+    places, _ = _placed(_modules(module, "bind"), params, True, "bind")
     saved = _save(places)
     try:
         _put(places)
@@ -246,11 +244,12 @@ def attach(module: nn.Module, params: Mapping[str, Any]) -> nn.Module:
         >>> fq.detach(net).weight.dtype
         torch.float32
     """
+    modules = _modules(module, "attach")
     if _ATTACHED in module.__dict__:
         raise ValueError(
             f"attach: {type(module).__name__} has parameters attached already; call fq.detach first"
         )
-    places, _ = _placed(_modules(module), params, True, "attach")
+    places, _ = _placed(modules, params, True, "attach")
     module.__dict__[_ATTACHED] = _save(places)
     _put(_as_parameters(places))
     return module
@@ -281,7 +280,7 @@ def detach(module: nn.Module) -> nn.Module:
         >>> net.weight is weight
         True
     """
-    if _ATTACHED not in module.__dict__:
+    if _ATTACHED not in getattr(module, "__dict__", ()):
         raise ValueError(f"detach: nothing is attached to {type(module).__name__}")
     _restore(module.__dict__.pop(_ATTACHED))
     return module
@@ -321,8 +320,9 @@ def functional_call(
         >>> fq.functional_call(net, params, torch.ones(3, 4)).shape
         torch.Size([3, 2])
     """
+    modules = _modules(module, "functional_call")
     with _turn(module):
-        merged, modules = _merged(params), _modules(module)
+        merged = _merged(params)
         places, passed = _placed(modules, merged, tie_weights, "functional_call", lenient=True)
         leaves = [p for p in places if is_leaf(p[4]) or _is_bound(p[1], p[2], p[3])]
         floats: Any = params

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 from fq.backends.registry import check_name, verdicts
 from fq.checks import check_qtensor
 from fq.errors import BackendError
+from fq.layouts import Layout
 from fq.layouts.storage import CANONICAL, HOOKS
 from fq.qtensor import QTensor
 from fq.spec import canonical_leaf
@@ -86,6 +88,21 @@ class Explanation(str):
         return str(self)
 
 
+_KINDS = {"x": Tensor, "ids": Tensor, "q": QTensor, "layout": Layout}
+_ARGUMENTS = {
+    **dict.fromkeys(("linear", "matmul", "int4_matmul", "int8_matmul", "fp8_matmul"), ("x", "q")),
+    **dict.fromkeys(("mx_matmul", "nvfp4_matmul"), ("x", "q")),
+    "dequantize": ("q",),
+    "embedding": ("ids", "q"),
+    "quantize": ("x", "layout"),
+    "cast_fp4x2": ("x",),
+}
+
+
+def _fit(args: tuple[Any, ...], names: tuple[str, ...]) -> bool:
+    return len(args) == len(names) and all(isinstance(a, _KINDS[n]) for a, n in zip(args, names, strict=True))
+
+
 def explain(primitive: Callable[..., Any], *args: Any) -> Explanation:
     """Say which backends could run a call, in the order they are asked, and why the others cannot.
 
@@ -94,6 +111,7 @@ def explain(primitive: Callable[..., Any], *args: Any) -> Explanation:
         args: what it would be called with.
 
     Raises:
+        TypeError: the arguments are not those of the primitive.
         ValueError: the function has no kernels of its own.
 
     Example:
@@ -104,7 +122,13 @@ def explain(primitive: Callable[..., Any], *args: Any) -> Explanation:
           aten       no: ...
           reference  yes  <- auto
     """
-    name = primitive.__name__
+    called = name = getattr(primitive, "__name__", repr(primitive))
+    names = _ARGUMENTS.get(name)
+    if names is not None:
+        args = args[: len(names)]
+        if not (_fit(args, names) or (name == "matmul" and _fit(args[::-1], names))):
+            got = ", ".join(type(a).__name__ for a in args)
+            raise TypeError(f"explain: expected fq.explain(fq.{name}, {', '.join(names)}), got ({got})")
     if name == "matmul":
         name = "linear"
         a, b = args
@@ -119,8 +143,8 @@ def explain(primitive: Callable[..., Any], *args: Any) -> Explanation:
         args = (*args, args[-1].dtype)
     found = verdicts(name, *args[: 3 if name == "embedding" else 2])
     if not found:
-        raise ValueError(f"explain: {primitive.__name__} has no kernels of its own")
-    lines, chosen = [primitive.__name__], False
+        raise ValueError(f"explain: {called} has no kernels of its own; try fq.linear or fq.quantize")
+    lines, chosen = [called], False
     for backend, reason in found:
         mark = "" if chosen or reason is not None else "  <- auto"
         chosen = chosen or reason is None

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def position(q: QTensor, dim: int, extra: int = 0) -> int:
     """Return a logical dimension, of `extra` more than q has, as a non-negative number."""
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise TypeError(f"dimension: expected an int, got {dim!r}")
     ndim = q.ndim + extra
     if not -ndim <= dim < ndim:
         raise IndexError(f"dimension {dim} is out of range for a QTensor of {q.ndim} dimensions")
@@ -38,6 +40,13 @@ def _roles(q: QTensor) -> list[int | str]:
 def _sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
     """Return what stands in f(1, 2) and in f((1, 2))."""
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else tuple(sizes)
+
+
+def check_ints(what: str, *values: Any) -> None:
+    """Raise TypeError unless all values are ints."""
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+            raise TypeError(f"{what}: expected ints, got {value!r}")
 
 
 def infer(sizes: Sequence[int], total: int, what: str) -> tuple[int, ...]:
@@ -173,6 +182,7 @@ def narrow(q: QTensor, dim: int, start: int, length: int) -> QTensor:
     """Cut `length` from `start` along a logical dimension."""
     at = position(q, dim)
     size = q.shape[at]
+    check_ints("narrow", start, length)
     start = start + size if start < 0 else start
     if not 0 <= start <= start + length <= size:
         raise IndexError(f"narrow: start {start} and length {length} are out of range for a size of {size}")
@@ -182,7 +192,10 @@ def narrow(q: QTensor, dim: int, start: int, length: int) -> QTensor:
 def split(q: QTensor, split_size: int | Sequence[int], dim: int) -> tuple[QTensor, ...]:
     """Cut a logical dimension into pieces of one size, the last one smaller, or of the given sizes."""
     total = q.shape[position(q, dim)]
+    check_ints("split", *(split_size if isinstance(split_size, tuple | list) else [split_size]))
     if isinstance(split_size, int):
+        if split_size < 1:
+            raise ValueError(f"split: expected pieces of at least one, got {split_size}")
         sizes = [min(split_size, total - i) for i in range(0, total, split_size)] or [0]
     else:
         sizes = list(split_size)
@@ -324,6 +337,8 @@ def stack(tensors: Sequence[QTensor], dim: int = 0) -> QTensor:
 
 def _first(tensors: Sequence[Any], what: str) -> Any:
     """Return the first of `tensors`, all QTensors that pack the same dimensions."""
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(f"{what}: expected a list of QTensors, got {type(tensors).__name__}")
     if not tensors:
         raise ValueError(f"{what}: expected at least one QTensor")
     for t in tensors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +53,12 @@ class FakeQuantized:
     def mT(self) -> FakeQuantized:
         return replace(self, weight=self.weight.mT)
 
+    def transpose(self, dim0: int, dim1: int) -> FakeQuantized:
+        return replace(self, weight=self.weight.transpose(dim0, dim1))
+
+    def __getitem__(self, index: Any) -> FakeQuantized:
+        return replace(self, weight=self.weight[index])
+
     def __matmul__(self, other: Any) -> Any:
         return apply_rule(FakeQuantized, torch.matmul, (self, other), None)
 
@@ -74,6 +80,20 @@ pytree.register_pytree_node(
 )
 
 LEAF_TYPES: tuple[type, ...] = (QTensor, FakeQuantized)
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a parameter dict's value is one of fq's leaf types."""
+    return isinstance(value, LEAF_TYPES)
+
+
+def check_params(what: str, params: Any, *, values: bool = False) -> None:
+    """Raise TypeError unless `params` is a dict, of tensors and leaves where `values` matter."""
+    if not isinstance(params, Mapping):
+        raise TypeError(f"{what}: expected a dict of name -> tensor or QTensor, got {type(params).__name__}")
+    for name, value in params.items() if values else ():
+        if not isinstance(value, (Tensor, *LEAF_TYPES)):
+            raise TypeError(f"{what}: {name} must be a tensor or a QTensor, got {type(value).__name__}")
 
 
 def _layout(key: str) -> Layout:

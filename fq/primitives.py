@@ -111,6 +111,11 @@ def quantize(
             raise ValueError(
                 f"quantize: {layout.key} does not quantize activations; input_scale= does not apply"
             )
+        if layout.act.zero_point is not None:
+            raise ValueError(
+                f"quantize: activations {layout.act.key} have zero points, which a static scale lacks; "
+                "leave input_scale= out, or quantize them symmetrically"
+            )
         q = replace(q, input_scale=_grid("input_scale", input_scale, (*lead, 1, 1), x.device))
     return _as_vector(q) if x.ndim == inner else q
 
@@ -142,6 +147,10 @@ def _grid(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -
     if not isinstance(value, Tensor) or value.is_complex():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"quantize: {name} must be a real tensor or a number, got {got}")
+    if name != "zero_point" and not value.is_floating_point():
+        raise TypeError(
+            f"quantize: {name} must be floats, got {value.dtype}; e8m0 bytes are .view(torch.float8_e8m0fnu)"
+        )
     value = value.detach()
     if value.ndim <= 1 and value.numel() == 1:
         return value.reshape((1,) * len(shape)).expand(shape)

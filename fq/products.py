@@ -283,11 +283,16 @@ def _from_tuple(name: str, x: Tensor, parts: tuple[Any, ...], layout: Layout | N
             f"{name}: expected (data, scale) or (data, scale, zero_point), got {len(parts)} parts"
         )
     data, scale, *zero = parts
+    if not isinstance(data, Tensor) or data.ndim < 2 or x.ndim == 0:
+        got = tuple(data.shape) if isinstance(data, Tensor) else type(data).__name__
+        raise ValueError(f"{name}: expected x (..., K) and data of shape (N, row bytes), got {got}")
     size = x.shape[-1] if layout.axis == -1 else data.shape[-1] * 8 // layout.element.bits
 
     def child(value: Any, kind: Any) -> Any:
         if not isinstance(value, tuple):
             return value
+        if not (isinstance(kind, Layout) and len(value) == 2 and isinstance(value[0], Tensor)):
+            raise ValueError(f"{name}: only nested scales of {layout.key} are tuples (data, scale)")
         return QTensor(value[0], child(value[1], kind.scale), kind, torch.float32, (value[0].shape[-1],))
 
     stored = parse(stored_key(layout, (data.shape[-2], size)))

@@ -140,7 +140,7 @@ class QTensor:
         return self.transpose(-2, -1)
 
     def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
+        return self.shape if dim is None else self.shape[indexing.position(self, dim)]
 
     def dim(self) -> int:
         return self.ndim
@@ -225,6 +225,7 @@ class QTensor:
         return indexing.split(self, split_size, dim)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[QTensor, ...]:
+        indexing.check_ints("chunk", chunks)
         if chunks < 1:
             raise ValueError(f"chunk: expected at least one chunk, got {chunks}")
         size = self.shape[dim]

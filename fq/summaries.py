@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fq.leaves import FakeQuantized
+from fq.leaves import FakeQuantized, check_params
 from fq.policies import table
 from fq.primitives import dequantize
 from fq.qtensor import QTensor
@@ -44,6 +44,9 @@ def _wide(value: Any) -> Tensor:
         value = dequantize(value, torch.float32)
     elif isinstance(value, FakeQuantized):
         value = value.weight
+    if not isinstance(value, Tensor) or value.is_complex():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"sqnr: expected real tensors or QTensors, got {got}")
     return value.detach().to(torch.float64)
 
 
@@ -112,6 +115,7 @@ def summary(params: Params, reference: Params | None = None) -> Summary:
         >>> fq.summary(fq.quantize_params(w, fq.int8()), w).rows[0].bits
         8.5
     """
+    check_params("summary", params, values=True)
     rows, seen = [], set()
     for name, value in params.items():
         tensors = pytree.tree_leaves(value)

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fq.layouts.layout import changed
-from fq.leaves import LEAF_TYPES, FakeQuantized
+from fq.leaves import FakeQuantized, check_params, is_leaf
 from fq.policies import Plan, Policy, plan
 from fq.primitives import dequantize, fake_quantize, quantize
 from fq.qtensor import QTensor, stack
@@ -18,10 +18,6 @@ from fq.roles import view_key
 from fq.slices import quantize_slices
 
 Params = Mapping[str, Any]
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, LEAF_TYPES)
 
 
 def _as_plan(params: Params, plan_or_policy: Plan | Policy) -> Plan:
@@ -123,6 +119,7 @@ def dequantize_params(params: Params) -> dict[str, Any]:
         >>> fq.dequantize_params(q)["w"].shape
         torch.Size([4, 64])
     """
+    check_params("dequantize_params", params)
     done: dict[Any, Tensor] = {}
     out: dict[str, Any] = {}
     for name, value in params.items():
@@ -185,6 +182,8 @@ def tree_stack(trees: Sequence[Params]) -> dict[str, Any]:
         >>> fq.tree_stack([q, q])["w"].shape
         torch.Size([2, 2, 4])
     """
+    if not isinstance(trees, list | tuple):
+        raise TypeError(f"tree_stack: expected a list of parameter dicts, got {type(trees).__name__}")
     if not trees:
         raise ValueError("tree_stack: expected at least one tree")
     for tree in trees:
@@ -199,7 +198,7 @@ def tree_stack(trees: Sequence[Params]) -> dict[str, Any]:
 
 
 def _stack_leaves(name: str, values: list[Any]) -> Any:
-    kinds = {type(v) if _is_leaf(v) else Tensor for v in values}
+    kinds = {type(v) if is_leaf(v) else Tensor for v in values}
     if len(kinds) > 1:
         raise ValueError(f"tree_stack: {name} is quantized in some trees and not in others")
     first = values[0]
@@ -224,6 +223,7 @@ def tree_to(tree: Params, device: torch.device | str) -> dict[str, Any]:
         >>> fq.tree_to({"w": fq.quantize(torch.ones(2, 4), fq.int8())}, "meta")["w"].device
         device(type='meta')
     """
+    check_params("tree_to", tree, values=True)
     moved: dict[Any, Any] = {}
     out: dict[str, Any] = {}
     for name, value in tree.items():
@@ -245,6 +245,7 @@ def partition(tree: Params, predicate: Callable[[str, Any], bool]) -> tuple[dict
         >>> list(a), list(b)
         (['w'], ['b'])
     """
+    check_params("partition", tree)
     yes = {n: v for n, v in tree.items() if predicate(n, v)}
     return yes, {n: v for n, v in tree.items() if n not in yes}
 
@@ -260,6 +261,8 @@ def combine(a: Params, b: Params) -> dict[str, Any]:
         >>> fq.combine({"a": 1}, {"b": 2})
         {'a': 1, 'b': 2}
     """
+    check_params("combine", a)
+    check_params("combine", b)
     both = sorted(set(a) & set(b))
     if both:
         raise ValueError(f"combine: names in both trees: {', '.join(both)}")

@@ -101,3 +101,84 @@ def test_numbers_in_texts_are_plain_and_of_a_sane_length():
         with pytest.raises(ValueError, match=r"unknown name|unknown option|nested too deeply"):
             fq.layout(text)
     assert fq.layout("lut(-1,.5,2e0)").key == "lut(-1.0,0.5,2.0)"
+
+
+def test_a_scale_given_as_bytes_is_refused_and_as_e8m0_is_exact():
+    x = torch.randn(4, 64)
+    q = fq.quantize(x, fq.mxfp4())
+    with pytest.raises(TypeError, match=r"scale must be floats, got torch.uint8; .*float8_e8m0fnu"):
+        fq.quantize(x, fq.mxfp4(), scale=q.scale)
+    assert_same(fq.quantize(x, fq.mxfp4(), scale=q.scale.view(torch.float8_e8m0fnu)), q)
+
+
+def test_a_static_scale_of_activations_with_zero_points_is_refused_at_once():
+    w = torch.randn(8, 64)
+    for key in ("int8@uint8:token", "int4:g32@int4:g32"):
+        with pytest.raises(ValueError, match=r"have zero points, which a static scale lacks; leave"):
+            fq.quantize(w, fq.layout(key), input_scale=0.05)
+    q, x = fq.quantize(w, fq.layout("int8@uint8:token")), torch.rand(5, 64)
+    want = fq.dequantize(fq.quantize(x, fq.layout("uint8:token"))) @ fq.dequantize(q).T
+    torch.testing.assert_close(fq.linear(x, q), want, rtol=1e-5, atol=1e-5)
+
+
+def test_plain_tuples_that_do_not_fit_their_layout_say_so():
+    x, w = torch.randn(5, 64), torch.randn(16, 64)
+    q, n = fq.quantize(w, fq.fp8()), fq.quantize(w, fq.nvfp4())
+    assert torch.equal(fq.fp8_matmul(x, (q.data, q.scale), layout=fq.fp8()), fq.linear(x, q))
+    nested = (n.data, (n.scale.data, n.scale.scale))
+    assert torch.equal(fq.nvfp4_matmul(x, nested, layout=fq.nvfp4()), fq.linear(x, n))
+    for parts, message in (
+        ((q.data[0], q.scale[0]), "data of shape"),
+        ((None, q.scale), "data of shape"),
+        ((q.data, (q.data, q.scale)), "only nested scales of fp8 are tuples"),
+        ((q.data, None), "needs a scale"),
+    ):
+        with pytest.raises(ValueError, match=f"fp8_matmul: .*{message}"):
+            fq.fp8_matmul(x, parts, layout=fq.fp8())
+    with pytest.raises(ValueError, match="data of shape"):
+        fq.fp8_matmul(torch.tensor(1.0), (q.data, q.scale), layout=fq.fp8())
+    with pytest.raises(ValueError, match="nvfp4_matmul: only nested"):
+        fq.nvfp4_matmul(x, (n.data, (n.scale.data,)), layout=fq.nvfp4())
+
+
+def test_what_is_no_module_and_no_dict_is_named():
+    q, net = fq.quantize(torch.randn(8, 64), fq.int8()), torch.nn.Linear(64, 8)
+    for call, what in (
+        (lambda: fq.functional_call({"weight": q}, net, torch.ones(1, 64)), "functional_call: .*got dict"),
+        (lambda: fq.attach({"weight": q}, net), "attach: .*got dict"),
+        (lambda: fq.bind({"weight": q}, net).__enter__(), "bind: .*got dict"),
+        (lambda: fq.bind(net, None).__enter__(), "bind: expected a dict .*got NoneType"),
+        (lambda: fq.dequantize_params([q]), "dequantize_params: expected a dict"),
+        (lambda: fq.tree_to({"w": 3}, "cpu"), "tree_to: w must be a tensor"),
+        (lambda: fq.summary({"w": 3}), "summary: w must be a tensor"),
+        (lambda: fq.partition(q, lambda n, v: True), "partition: expected a dict"),
+        (lambda: fq.combine({}, [q]), "combine: expected a dict"),
+        (lambda: fq.tree_stack(q), "tree_stack: expected a list"),
+    ):
+        with pytest.raises(TypeError, match=what):
+            call()
+    assert net(torch.ones(1, 64)).shape == (1, 8) and list(dict(net.named_parameters())) == ["weight", "bias"]
+
+
+def test_wrong_arguments_are_named_by_the_function_that_got_them():
+    x, q = torch.randn(4, 64), fq.quantize(torch.randn(8, 64), fq.int8())
+    for call, message in (
+        (lambda: fq.explain(fq.linear, q, x), r"fq.explain\(fq.linear, x, q\), got \(QTensor, Tensor\)"),
+        (lambda: fq.explain(fq.dequantize), r"fq.explain\(fq.dequantize, q\), got \(\)"),
+        (lambda: fq.explain(fq.matmul, x, x), "explain: expected"),
+        (lambda: fq.sqnr(x, 3), "sqnr: expected real tensors or QTensors, got int"),
+        (lambda: fq.linear(x, q, backend=["aten"]), r"backend: expected a name, got \['aten'\]"),
+        (lambda: fq.use_backend(["aten"]).__enter__(), "backend: expected a name"),
+        (lambda: q.split(1.5), "split: expected ints, got 1.5"),
+        (lambda: q.chunk(None), "chunk: expected ints"),
+        (lambda: q.narrow(0, 0, 2.0), "narrow: expected ints"),
+        (lambda: q.transpose("a", 0), "dimension: expected an int, got 'a'"),
+        (lambda: fq.cat(q), "cat: expected a list of QTensors, got QTensor"),
+        (lambda: fq.stack(iter([q])), "stack: expected a list"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=f"split: expected pieces of at least one, got {size}"):
+            q.split(size)
+    assert fq.explain(fq.matmul, q, x.T).count("<- auto") == 1

@@ -111,6 +111,8 @@ def kernel_of(q: Any, primitive: str, backend: str, x: Any) -> Callable[..., Any
 
 def check_name(backend: str) -> None:
     """Raise unless `backend` is "auto" or the name of a backend."""
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: expected a name, got {backend!r}")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend: unknown name {backend!r}; known are auto, {', '.join(BACKENDS)}")
 
@@ -140,7 +142,10 @@ def use_backend(name: str) -> Iterator[None]:
 
 def requested(backend: str) -> str:
     """Return the backend a call asks for: its own argument, else what `use_backend` says."""
-    return _state.backend if backend == "auto" else backend
+    if backend == "auto":
+        return _state.backend
+    check_name(backend)
+    return backend
 
 
 def verdicts(primitive: str, *args: Any) -> list[tuple[str, str | None]]:
