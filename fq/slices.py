@@ -87,11 +87,12 @@ def _has_one_outer_scale(layout: Layout) -> bool:
 
 def _under_one_outer_scale(value: Tensor, layout: Layout, inner: int) -> QTensor:
     """Choose the outer scale from the largest element, and quantize slices of rows with it."""
-    rows = layout.block[0]
+    rows, nested = layout.block[0], layout.scale
+    assert isinstance(nested, Layout)
     parts = value.split(-(-value.shape[0] // (SLICES * rows)) * rows)
     probe = torch.zeros_like(value[:1])
     probe.view(-1)[0] = torch.stack([part.abs().amax() for part in parts]).amax()
-    outer = load_scale(quantize(probe, layout, inner=inner).scale.scale, layout.scale.scale)
+    outer = load_scale(quantize(probe, layout, inner=inner).scale.scale, nested.scale)
     made = [quantize(part, layout, inner=inner, outer_scale=outer) for part in parts]
     return _joined(made, value, layout, inner, shared=1)
 

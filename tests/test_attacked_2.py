@@ -182,3 +182,14 @@ def test_wrong_arguments_are_named_by_the_function_that_got_them():
         with pytest.raises(ValueError, match=f"split: expected pieces of at least one, got {size}"):
             q.split(size)
     assert fq.explain(fq.matmul, q, x.T).count("<- auto") == 1
+
+
+def test_signed_scales_are_not_quantized_to_elements_of_one_sign():
+    for key in ("int4:g8:sym:scale=(uint8:sym):absmax_full", "int4:g8:sym:scale=(ue4m3):absmax_full"):
+        with pytest.raises(ValueError, match="absmax_full' makes signed scales, which u.* cannot hold"):
+            fq.layout(key)
+    for key in ("int4:g8:sym:scale=(int1:sym)", "int4:g8:sym:scale=(lut(-1.0,0.0):row)"):
+        with pytest.raises(ValueError, match="scales are positive, and .* has no positive number"):
+            fq.layout(key)
+    x = torch.randn(16, 256)
+    assert fq.sqnr(x, fq.quantize(x, fq.layout("int4:g8:sym:scale=(int8:sym):absmax_full"))) > 23

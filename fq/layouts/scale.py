@@ -237,6 +237,13 @@ def check_rule(rule: str, element: Element, scale: Any, zero_point: Any) -> None
             "quantized scales cannot be; use scale='float32'"
         )
     nested = getattr(scale, "element", None)
+    if nested is not None and (nested.values[-1] if isinstance(nested, Codebook) else nested.max) <= 0:
+        raise ValueError(f"Layout: scales are positive, and {nested.name} has no positive number")
+    if nested is not None and rule == "absmax_full" and not nested.signed:
+        raise ValueError(
+            f"Layout: rule 'absmax_full' makes signed scales, which {nested.name} cannot hold; quantize "
+            "them to a signed element, or use rule 'absmax'"
+        )
     if rule == "four_over_six" and not (element == E2M1 and nested == E4M3):
         raise ValueError("Layout: rule 'four_over_six' is for e2m1 elements under quantized e4m3 scales")
     if rule in SEARCH_RULES and (_is_layout(zero_point) or _is_layout(getattr(scale, "scale", None))):
