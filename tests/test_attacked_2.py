@@ -193,3 +193,14 @@ def test_signed_scales_are_not_quantized_to_elements_of_one_sign():
             fq.layout(key)
     x = torch.randn(16, 256)
     assert fq.sqnr(x, fq.quantize(x, fq.layout("int4:g8:sym:scale=(int8:sym):absmax_full"))) > 23
+
+
+def test_floats_without_positive_numbers_are_refused_and_eps_is_the_step_above_one():
+    for name in ("e1m0fn", "e1m0ieee"):
+        with pytest.raises(ValueError, match="2 bits have no positive number beside '(fn|ieee)' codes"):
+            fq.layout(f"{name}:g8")
+    for name in ("e1m1", "e1m2", "e2m1", "e4m3", "ue5m3"):
+        layout = fq.layout(name)
+        codes = torch.arange(1 << layout.element.bits).to(torch.uint8).view(layout.element.storage_dtype)
+        values = layout.element.decode(codes)
+        assert layout.element.eps == float(values[values > 1].min()) - 1

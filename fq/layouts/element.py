@@ -128,6 +128,8 @@ class Float:
             object.__setattr__(self, "bias", bias)
         if 1 - self._bias - self.mantissa < -126 or (self.largest_code >> self.mantissa) - self._bias > 127:
             raise ValueError(f"Float: with bias={self.bias} its numbers reach beyond float32's normal ones")
+        if self.largest_code <= 0:
+            raise ValueError(f"Float: {self.bits} bits have no positive number beside {self.special!r} codes")
 
     @property
     def _bias(self) -> int:
@@ -192,7 +194,7 @@ class Float:
     @property
     def eps(self) -> float:
         """The distance from 1.0 to the next larger number."""
-        return math.ldexp(1.0, -self.mantissa)
+        return max(math.ldexp(1.0, -self.mantissa), self.smallest)  # one may be subnormal
 
     @property
     def has_nan(self) -> bool:
