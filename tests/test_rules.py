@@ -148,13 +148,15 @@ def test_embedding(key):
 
 
 @pytest.mark.parametrize(
-    "function", [torch.sin, torch.add, torch.softmax, F.conv2d, torch.linalg.norm, F.gelu]
+    "function", [torch.sin, torch.add, torch.softmax, F.bilinear, torch.linalg.norm, F.gelu]
 )
 def test_everything_else_raises(function):
     q, _ = pair("int8", 4, 8)
-    args = {torch.add: (q, 1.0), torch.softmax: (q, -1), F.conv2d: (torch.randn(1, 4, 8, 8), q)}.get(
-        function, (q,)
-    )
+    args = {
+        torch.add: (q, 1.0),
+        torch.softmax: (q, -1),
+        F.bilinear: (torch.randn(2, 8), torch.randn(2, 8), q),
+    }.get(function, (q,))
     with pytest.raises(fq.UnsupportedOp) as error:
         function(*args)
     for part in (function.__name__, "QTensor", "fq.register_rule", "fq.dequantize"):
