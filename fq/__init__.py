@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fq import rules as _rules  # noqa: F401 - fills the rule table
+from fq import attention as _attention  # noqa: F401 - fills the rule table
+from fq import rules as _rules  # noqa: F401
 from fq.backends.registry import use_backend as use_backend
 from fq.binding import attach as attach
 from fq.binding import bind as bind

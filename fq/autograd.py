@@ -307,7 +307,7 @@ def _fake_parts(ctx: Any) -> tuple[Any, ...]:
 # --- opaque calls ---
 
 
-def _refuse_inference(what: str, *tensors: Tensor | None) -> None:
+def refuse_inference(what: str, *tensors: Tensor | None) -> None:
     """Raise where a backward would have to save a tensor that inference_mode made."""
     if wants_grad(*tensors) and any(t is not None and t.is_inference() for t in tensors):
         raise RuntimeError(
@@ -324,7 +324,7 @@ def call_matmul(
     q = from_leaves(leaves, spec)
     check_children("linear", q)
     if wants_grad(x, bias, *leaves) or is_transformed():
-        _refuse_inference("linear", x, bias, *leaves)
+        refuse_inference("linear", x, bias, *leaves)
         return MatMul.apply(x, bias, Static(spec), backend, adjoint, *leaves)
     return run_plain(x, bias, q, backend, adjoint)
 
@@ -334,7 +334,7 @@ def call_dequantize(spec: Spec, dtype: torch.dtype, backend: str, *leaves: Tenso
     """Run Dequantize, or its kernel alone where nothing is differentiated or transformed."""
     check_children("dequantize", from_leaves(leaves, spec))
     if wants_grad(*leaves) or is_transformed():
-        _refuse_inference("dequantize", *leaves)
+        refuse_inference("dequantize", *leaves)
         return Dequantize.apply(Static(spec), dtype, backend, *leaves)
     return Dequantize.forward(Static(spec), dtype, backend, *leaves)
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fq import autograd, numerics
-from fq.autograd import is_forward_mode, is_transformed, plain, wants_grad
+from fq import numerics
+from fq.autograd import is_forward_mode, is_transformed, plain, refuse_inference, wants_grad
 from fq.checks import check_children, check_float, check_qtensor
 from fq.dynamo import allow_in_graph
 from fq.qtensor import QTensor
@@ -117,7 +117,7 @@ def call_convolution(x: Tensor, bias: Tensor | None, spec: Spec, config: Config,
     """Run Convolution, or its forward alone where nothing is differentiated or transformed."""
     check_children("convolution", from_leaves(leaves, spec))
     if wants_grad(x, bias, *leaves) or is_transformed():
-        autograd._refuse_inference("convolution", x, bias, *leaves)
+        refuse_inference("convolution", x, bias, *leaves)
         return Convolution.apply(x, bias, _Static(spec, config), *leaves)
     return Convolution.forward(x, bias, _Static(spec, config), *leaves)
 

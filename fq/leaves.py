@@ -56,6 +56,9 @@ class FakeQuantized:
     def transpose(self, dim0: int, dim1: int) -> FakeQuantized:
         return replace(self, weight=self.weight.transpose(dim0, dim1))
 
+    def chunk(self, chunks: int, dim: int = 0) -> list[FakeQuantized]:
+        return [replace(self, weight=part) for part in self.weight.chunk(chunks, dim)]
+
     def __getitem__(self, index: Any) -> FakeQuantized:
         return replace(self, weight=self.weight[index])
 

@@ -133,8 +133,10 @@ def _decide(policy: Policy, role: str, name: str, value: Any, used: set[str]) ->
             return None, f"{value.ndim}-dimensional"
         if value.dtype not in FLOATS:
             return None, f"{value.dtype} is no float to quantize"
-        if role == "convolution" and policy.act is not None:
-            return None, "convolutions are weight-only, and the layout quantizes activations"
+        if role in ("convolution", "recurrent") and policy.act is not None:
+            return None, f"{role} weights have no rule with quantized activations, which the layout has"
+        if role == "recurrent":
+            return policy, "policy; decoded in every call"
         quantized = role in ("matmul", "convolution")
         return (policy, "policy") if quantized else (None, f"{role} is kept by default")
     if isinstance(policy, Mapping):

@@ -31,6 +31,11 @@ _CONTRACTIONS: dict[Any, list[tuple[int, str, int]]] = {
     **{f: [(1, "mat1", -1), (2, "mat2", -2)] for f in (torch.addmm, Tensor.addmm)},
     **{f: [(1, "batch1", -1), (2, "batch2", -2)] for f in (torch.baddbmm, Tensor.baddbmm)},
 }
+_CONTRACTIONS[F.multi_head_attention_forward] = [
+    (5, "in_proj_weight", -1),
+    (11, "out_proj_weight", -1),
+    *((18 + i, f"{name}_proj_weight", -1) for i, name in enumerate("qkv")),
+]
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _ROLES: dict[Any, str] = {F.embedding: "embedding", **dict.fromkeys(_CONVOLUTIONS, "convolution")}
 _COPIES = (
@@ -70,9 +75,9 @@ class _Noted(Tensor):
                 operand = args[position] if len(args) > position else kwargs.get(keyword)
                 if isinstance(operand, _Noted):
                     operand._note("matmul", operand._axis(dim))
-            for other in noted:
-                if other.ndim < 2 and not other.log[other.origin]:
-                    other._note("vector")
+                    noted = [other for other in noted if other is not operand]
+            for other in noted:  # biases
+                other._note("vector" if other.ndim < 2 else func.__name__)
             return out
         if func is torch.einsum:
             noted[0]._note(*_einsum_use(noted[0], *args))
@@ -164,6 +169,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         probe = torch.empty(parameter.shape, device="meta")
         values[name] = _noted(parameter.detach(), name, probe, probe.stride(), log)
     call: Callable[..., Any] = torch.func.functional_call
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    devices = [d for d in {p.device for p in module.parameters()} if d.type == "cuda"]
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
         call(module, values, args, kwargs)
     return log

@@ -10,7 +10,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fq.recording import Use, record
 
@@ -58,11 +57,6 @@ def _is_router(name: str, value: Any) -> bool:
     return bool(_ROUTERS & set(name.split("."))) and value.shape[-2] < value.shape[-1]
 
 
-def _is_linear(owner: nn.Module) -> bool:
-    """Whether a module multiplies by its weight; torch marks those whose owner reads the weight itself."""
-    return isinstance(owner, nn.Linear) and not isinstance(owner, NonDynamicallyQuantizableLinear)
-
-
 def _is_conv1d(owner: nn.Module) -> bool:
     """Whether a module is transformers' Conv1D: a linear layer whose weight is (in, out)."""
     return type(owner).__name__ == "Conv1D" and type(owner).__module__.startswith("transformers.")
@@ -91,7 +85,7 @@ def _typed_roles(module: nn.Module) -> dict[str, Role]:
             name = f"{path}.{attribute}" if path else attribute
             if isinstance(owner, nn.Embedding):
                 roles[name] = Role("embedding")
-            elif _is_linear(owner) and attribute == "weight":
+            elif isinstance(owner, nn.Linear) and attribute == "weight":
                 last, size = path.rpartition(".")[2], (owner.out_features, owner.in_features)
                 is_head = id(parameter) in tied or last in _HEADS or (size in sizes and size[0] != size[1])
                 roles[name] = Role(
@@ -101,6 +95,10 @@ def _typed_roles(module: nn.Module) -> dict[str, Role]:
                 roles[name] = Role("vector")
             elif _is_conv1d(owner) and attribute == "weight":
                 roles[name] = Role("matmul", axis=-2)
+            elif isinstance(owner, nn.MultiheadAttention) and attribute.endswith("proj_weight"):
+                roles[name] = Role("matmul")
+            elif isinstance(owner, nn.RNNBase | nn.RNNCellBase):
+                roles[name] = Role("recurrent")
             elif isinstance(owner, _ConvNd):
                 roles[name] = _convolution(parameter)
             elif parameter.ndim == 3 and isinstance(getattr(owner, "is_transposed", None), bool):
@@ -144,6 +142,8 @@ def _recorded(name: str, value: Tensor, role: Role, uses: list[Use]) -> Role:
         return Role(told if told in ("head", "router") else "matmul", axis=axes.pop())
     if names == {"convolution"} and value.ndim > 2:
         return _convolution(value)
+    if role.name == "recurrent":
+        return role
     if names <= {"matmul", "embedding"}:
         return role if role.name in ("embedding", "head") else Role("embedding")
     return replace(role, name=" + ".join(sorted(names)))

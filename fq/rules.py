@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fq import convolutions, products
 from fq import einsum as contractions
 from fq.errors import UnsupportedOp
+from fq.primitives import dequantize
 from fq.qtensor import QTensor, cat, register_rule, stack
 
 
@@ -213,6 +215,25 @@ def _embedding_bag(
         include_last_offset=include_last_offset,
         padding_idx=padding_idx,
     )
+
+
+def _decoding(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rule that decodes quantized weights in the call, as `plan` says of recurrent layers."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(
+            lambda t: dequantize(t) if isinstance(t, QTensor) else t,
+            (args, kwargs),
+            is_leaf=lambda t: isinstance(t, QTensor),
+        )
+        return function(*args, **kwargs)
+
+    return rule
+
+
+for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    for _function in (getattr(torch, _name), getattr(torch, f"{_name}_cell")):
+        rule_for(QTensor, _function)(_decoding(_function))
 
 
 # --- structure ---

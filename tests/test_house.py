@@ -29,6 +29,7 @@ FLOORS = (
     {"primitives", "codes", "products", "einsum", "convolutions", "dispatch", "autograd", "checks"},
     {"rules"},
     {"leaves"},
+    {"attention"},
     {"policies", "roles", "recording", "slices", "binding", "transforms", "summaries"},
     {"kv_cache", "optim", "distributed"},
     {"calibration"},

@@ -180,9 +180,9 @@ def test_roles_come_from_module_types():
         "embed.weight": "embedding",
         "conv.weight": "convolution",
         "conv.bias": "vector",
-        "attention.in_proj_weight": "MultiheadAttention",
+        "attention.in_proj_weight": "matmul",
         "attention.in_proj_bias": "vector",
-        "attention.out_proj.weight": "NonDynamicallyQuantizableLinear",
+        "attention.out_proj.weight": "matmul",
         "attention.out_proj.bias": "vector",
         "norm.weight": "LayerNorm",
         "norm.bias": "LayerNorm",
@@ -191,21 +191,22 @@ def test_roles_come_from_module_types():
         "gate.weight": "router",
         "out.weight": "head",
     }
-    assert plan.quantized == ("conv.weight", "up.weight") and plan["conv.weight"].inner == 3
+    attention = ("attention.in_proj_weight", "attention.out_proj.weight")
+    assert plan.quantized == ("conv.weight", *attention, "up.weight")
+    assert plan["conv.weight"].inner == 3
     assert plan["gate.weight"].reason == "router is kept by default"
     assert "guess" not in str(plan)
     assert fq.plan(Model(), {"re:.*gate.*": I8, "out": I8}).quantized == ("gate.weight", "out.weight")
 
 
 def test_what_a_layout_quantizes_by_default_runs():
-    """Attention reads its projections itself: they stay as they are, and the layers around are quantized."""
     net, x = (
         nn.TransformerEncoderLayer(64, 2, 96, batch_first=True).requires_grad_(False),
         torch.randn(2, 5, 64),
     )
     plan = fq.plan(net.eval(), I8)
-    assert plan.quantized == ("linear1.weight", "linear2.weight")
-    assert plan["self_attn.out_proj.weight"].reason == "NonDynamicallyQuantizableLinear is kept by default"
+    projections = ("self_attn.in_proj_weight", "self_attn.out_proj.weight")
+    assert plan.quantized == (*projections, "linear1.weight", "linear2.weight")
     params = fq.quantize_params(dict(net.named_parameters()), plan)
     want = torch.func.functional_call(net, fq.dequantize_params(params), (x,))
     torch.testing.assert_close(fq.functional_call(net, params, (x,)), want, rtol=1e-4, atol=1e-4)
