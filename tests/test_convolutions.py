@@ -124,7 +124,9 @@ def test_a_network_of_convolutions_runs_quantized_from_a_plan():
     torch.testing.assert_close(fq.functional_call(net, q, (x,)), want, rtol=1e-5, atol=1e-4)
     kept = fq.plan(net, fq.int8(act=fq.int8()))
     assert kept.quantized == ("6.weight",)
-    assert kept["0.weight"].reason == "convolution weights have no rule with quantized activations, which the layout has"
+    assert kept["0.weight"].reason == (
+        "convolution weights have no rule with quantized activations, which the layout has"
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ FLOORS = (
     {"cli", "demo", "__main__"},  # above it, since they read as user code does: `import fq`
 )
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
+NAME_FUNCTIONS = {"fq.rules", "fq.leaves", "fq.attention"}
 KNOW_MODULES = {"fq.policies", "fq.roles", "fq.recording", "fq.binding", "fq.transforms"}
 
 
@@ -137,7 +138,7 @@ def wrong_modules(found: list[Import]) -> list[str]:
         for i in found
         if below(i.target, "torch.nn")
         and i.source not in KNOW_MODULES
-        and not (i.source in ("fq.rules", "fq.leaves") and below(i.target, "torch.nn.functional"))
+        and not (i.source in NAME_FUNCTIONS and below(i.target, "torch.nn.functional"))
     ]
 
 
