@@ -143,7 +143,8 @@ def convolution(
     if q.data.ndim != 2 or len(q.inner) != dims + 1 or q.layout.axis != -1:
         raise ValueError(
             f"{what}: expected a weight of {dims + 2} dimensions packed along the last {dims + 1}, got "
-            f"{q.layout.key} of {tuple(q.shape)}, packed along {len(q.inner)}; quantize with inner={dims + 1}"
+            f"{q.layout.key} of {tuple(q.shape)}, packed along {len(q.inner)}; quantize with "
+            f"inner={dims + 1}, or by fq.plan(module, ...)"
         )
     if q.layout.act is not None or q.perm is not None or q.pre_scale is not None:
         raise ValueError(f"{what}: it is weight-only; act, perm and pre_scale do not apply ({q.layout.key})")

@@ -37,7 +37,10 @@ def guessed_roles(params: Mapping[str, Any]) -> dict[str, Role]:
         for name, role in names.items():
             if role == "matmul" and view_key(params[name]) in embeddings:
                 names[name] = "head"
-    return {name: Role(role, guessed=True) for name, role in names.items()}
+    return {
+        name: Role(role, inner=params[name].ndim - 1 if role == "convolution" else 1, guessed=True)
+        for name, role in names.items()
+    }
 
 
 def _guess(name: str, value: Any) -> str:
@@ -49,6 +52,8 @@ def _guess(name: str, value: Any) -> str:
         return "embedding"
     if parts & _HEADS:
         return "head"
+    if value.ndim > 3:  # of three dimensions experts are likelier than a Conv1d
+        return "convolution"
     return "router" if _is_router(name, value) else "matmul"
 
 

@@ -122,6 +122,8 @@ def test_a_network_of_convolutions_runs_quantized_from_a_plan():
     assert q["0.weight"].shape == (8, 3, 3, 3)
     want = torch.func.functional_call(net, fq.dequantize_params(q), (x,))
     torch.testing.assert_close(fq.functional_call(net, q, (x,)), want, rtol=1e-5, atol=1e-4)
+    guessed = fq.quantize_params(params, fq.int8())  # a bare dict: four dimensions are a convolution's
+    torch.testing.assert_close(fq.functional_call(net, guessed, (x,)), want, rtol=1e-5, atol=1e-4)
     kept = fq.plan(net, fq.int8(act=fq.int8()))
     assert kept.quantized == ("6.weight",)
     assert kept["0.weight"].reason == (
