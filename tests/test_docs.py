@@ -32,7 +32,13 @@ def doctests(module_name: str) -> list[doctest.DocTest]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] in ("triton", "mslk", "matplotlib", "rich"):
+        if error.name and error.name.split(".")[0] in (
+            "triton",
+            "mslk",
+            "matplotlib",
+            "rich",
+            "transformers",
+        ):
             pytest.skip(f"{module_name} needs {error.name}")
         raise
     tests = doctest.DocTestFinder(exclude_empty=True).find(

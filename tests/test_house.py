@@ -36,11 +36,11 @@ FLOORS = (
     {"checkpoints"},
     {"plot", "report"},
     {""},  # fq/__init__.py
-    {"cli", "demo", "__main__"},  # above it, since they read as user code does: `import fq`
+    {"cli", "demo", "huggingface", "__main__"},  # above it, since they read as user code does: `import fq`
 )
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 NAME_FUNCTIONS = {"fq.rules", "fq.leaves", "fq.attention"}
-KNOW_MODULES = {"fq.policies", "fq.roles", "fq.recording", "fq.binding", "fq.transforms"}
+KNOW_MODULES = {"fq.huggingface", "fq.policies", "fq.roles", "fq.recording", "fq.binding", "fq.transforms"}
 
 
 @dataclass(frozen=True)
