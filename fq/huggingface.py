@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -109,24 +110,27 @@ class FqQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
-            self._make_slots(model)
+            self._make_slots(model, _names(kwargs.get("checkpoint_files")))
         else:
             plan = fq.plan(model, self.config.to_policy())
             self.planned = {e.name: e for e in plan if e.layout is not None}
         return model
 
-    def _make_slots(self, model: nn.Module) -> None:
+    def _make_slots(self, model: nn.Module, in_file: set[str] | None) -> None:
         if self.config.layouts is None:
             raise fq.CheckpointError("fq: the checkpoint's quantization_config names no layouts")
         for name, (text, inner) in self.config.layouts.items():
             path, _, attribute = name.rpartition(".")
-            owner = model.get_submodule(path)
-            weight = owner._parameters.get(attribute)
-            if weight is None:
+            owner = dict(model.named_modules()).get(path)
+            weight = None if owner is None else owner._parameters.get(attribute)
+            if owner is None or weight is None:
                 raise fq.CheckpointError(
                     f"fq: {name} is quantized in the file, and no parameter of the model"
                 )
             q = fq.quantize(torch.empty_like(weight, device="meta"), fq.layout(text), inner=inner)
+            lacking = sorted(set(_named(name, q)) - in_file) if in_file is not None else []
+            if lacking:
+                raise fq.CheckpointError(f"fq: {name} is {text}, and the file lacks {', '.join(lacking)}")
             self.slots.append((name, owner, attribute))
             self.parameters.setdefault(owner, dict(owner._parameters))
             del owner._parameters[attribute]
@@ -152,6 +156,8 @@ class FqQuantizer(HfQuantizer):
             raise fq.CheckpointError(f"fq: not in the checkpoint: {', '.join(missing)}")
         self.config.layouts = {name: [q.layout.key, len(q.inner)] for name, q in self.made.items()}
         fq.attach(model, self.made)
+        # saving would undo the merging of experts, and so take scales apart that belong to all of them
+        model._weight_conversions = []
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -179,6 +185,17 @@ class FqQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _names(files: Any) -> set[str] | None:
+    """Return the names of all tensors in safetensors files, None where there are others."""
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        return None
+    found: set[str] = set()
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            found.update(opened.keys())
+    return found
 
 
 def _named(name: str, q: Any) -> dict[str, Tensor]:

@@ -34,6 +34,8 @@ def saved(name: str, folder) -> tuple:
         ("llama", "nvfp4"),
         ("gpt2", "int4:g16"),
         ("qwen3_moe", "int8"),
+        ("qwen3_moe", "nvfp4"),
+        ("gpt_oss", "int4:g16"),
         ("whisper", "mxfp4"),
     ],
 )
@@ -44,7 +46,7 @@ def test_a_model_is_quantized_on_load_saved_and_loaded_again(name, policy, tmp_p
     want = fq.functional_call(model, fq.quantize_params(params, plan), (), inputs).logits
 
     # grouped products have no rule yet
-    options = {"experts_implementation": "eager"} if name == "qwen3_moe" else {}
+    options = {"experts_implementation": "eager"} if name in ("qwen3_moe", "gpt_oss") else {}
     config = huggingface.FqConfig(policy)
     loaded = type(model).from_pretrained(tmp_path / "float", quantization_config=config, **options).eval()
     leaves = loaded.hf_quantizer.made
@@ -82,6 +84,22 @@ def test_a_policy_of_patterns_in_bfloat16_generates_and_dequantizes(tmp_path):
     dense = loaded.dequantize()
     assert all(type(p) is torch.nn.Parameter for p in dense.parameters())
     torch.testing.assert_close(dense(**inputs).logits, logits, rtol=2**-5, atol=2**-6)
+
+
+def test_case_O3_a_quantized_tensor_without_its_scale_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model, _ = saved("llama", tmp_path / "float")
+    config = huggingface.FqConfig("nvfp4")
+    type(model).from_pretrained(tmp_path / "float", quantization_config=config).save_pretrained(
+        tmp_path / "q"
+    )
+    file = tmp_path / "q" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight.scale.scale"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(fq.CheckpointError, match=r"layers.1.mlp.up_proj.weight is nvfp4, and the file lacks"):
+        type(model).from_pretrained(tmp_path / "q")
 
 
 def test_a_wrong_policy_is_refused():
