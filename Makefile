@@ -39,11 +39,11 @@ demo: $(STAMP)  ## Quantize a real sentence-embedding model and show what it cos
 
 test: $(STAMP)  ## Run the tests, except those marked slow.
 	@echo "Running the tests, except those marked slow."
-	@$(PY) -m pytest -m "not slow"
+	@$(PY) -m pytest -n 2 -m "not slow"
 
 test-all: $(STAMP)  ## Run all tests.
 	@echo "Running all tests, the slow ones included."
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n 2
 
 # An environment of its own: what fq is tested in should not hold its peers.
 $(PEERS)/.installed: pyproject.toml constraints.txt

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-torch.set_num_threads(2)
+# Two workers of pytest-xdist have a core each.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 # A cache of this run's own: one left by a run that was killed can hold half a file, and breaks later ones.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fq-inductor-")
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
