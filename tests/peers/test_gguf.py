@@ -118,7 +118,7 @@ def test_codes_obey_the_stored_scale_where_gguf_rounds_it_afterwards(kind):
     same(scale, wide.half())
     same(q.scale, scale)
     if low is not None:
-        same(q.zero_point, low)
+        same(q.zero_point, low + 0.0)  # see the sign of zero, below
     bits = q.layout.element.bits
     ours = fq.unpack_bits(q.data, bits, 512) if bits < 8 else q.data.view(torch.uint8)
     explained(ours, plain(codes, kind), plain(predicted, kind))
@@ -144,6 +144,16 @@ def test_bytes_are_equal_where_the_scale_is_a_power_of_two_and_nothing_is_a_tie(
     same(q.scale, theirs.scale)
     same(q.data, theirs.data)
     same(fq.dequantize(q), fq.dequantize(theirs))
+
+
+@difference("gguf-zero-sign")
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1], ids=lambda kind: kind.name)
+def test_the_minimum_of_negative_zeros_is_positive_in_fq_and_negative_in_gguf(kind):
+    x = torch.full((1, 512), -0.0)
+    q = fq.quantize(x, fq.layout(LAYOUTS[kind]))
+    _, low, _ = parsed(blocks_of(x, kind), kind)
+    assert low is not None and low.signbit().all() and not q.zero_point.signbit().any()
+    same(q.zero_point, low + 0.0)
 
 
 @difference("gguf-range")
